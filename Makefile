@@ -1,0 +1,60 @@
+# Every target that needs packages makes its own environment in $(VENV), and remakes it when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+NEWEST ?= python3.12
+MINUTES ?= 10
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+CORE := $(VENV)/.core
+DEV := $(VENV)/.dev
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.PHONY: help demo setup test test-slow test-all test-newest lint format types clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(CORE) ## Train an elastic model beside a plain one and show the loss at each loop count (MINUTES=10)
+	$(BIN)/python -m experiments.demo --minutes $(MINUTES)
+
+setup: $(DEV) ## Make the environment for working on the project
+
+test: $(DEV) ## Run the default tests
+	$(PYTEST)
+
+test-slow: $(DEV) ## Run the tests marked slow
+	$(PYTEST) -m slow --timeout 1800
+
+test-all: test test-slow ## Run all tests
+
+test-newest: ## Run the default tests in a second environment with the Python NEWEST (python3.12)
+	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
+
+lint: $(DEV) ## Check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(DEV) ## Mend what can be mended of style and formatting
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(DEV) ## Check types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean: ## Remove environments and caches; results of runs stay
+	rm -rf .venv .venv-newest .cache .hypothesis .pytest_cache .ruff_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CORE): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): about a minute"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(DEV): $(CORE)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,160 @@
+"""What a checkpoint is (`ModelConfig`) and how this process runs it (`Runtime`): frozen, static under jit.
+
+A model is three strings of layer letters and a loop rule. The letters are those of `LETTERS`; the loop rule's fields
+are the columns of the table in ARCHITECTURE.md.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import cattrs
+from cattrs.strategies import configure_tagged_union
+
+from elr_jax.errors import ElrError
+
+LETTERS = {"*": "full attention", "S": "sliding-window attention", "-": "MLP"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention: N query heads share K key-value heads of width H."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int = 1024
+    """Keys an `S` layer sees, the query's own included."""
+    rope_base: float | None = 10_000.0
+    """Base of the rotary angles; None leaves positions out."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys (no parameters) after the rotation."""
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
+            _positive(f"attention.{name}", getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ElrError(
+                f"attention.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
+                "every key-value head serves the same number of query heads"
+            )
+        if self.rope_base is not None and self.head_dim % 2:
+            raise ElrError(f"attention.head_dim={self.head_dim} is odd: rotary positions turn pairs, or set rope_base=None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """Feed-forward sub-layer of width F: `swiglu` has a gate matrix, `squared_relu` has none."""
+
+    d_ff: int
+    kind: Literal["swiglu", "squared_relu"] = "swiglu"
+
+    def __post_init__(self):
+        _positive("mlp.d_ff", self.d_ff)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopRule:
+    """How the core's rounds are joined; each field picks one variant of `elr_jax.loop`.
+
+    Known models: ELR = copy, none, adaptive_delta. Parcae = random, gated, replace, linear readout. Huginn = random,
+    concat, replace. A plain transformer = copy, none, replace at one loop.
+    """
+
+    initial: Literal["copy", "zero", "random"] = "copy"
+    inject: Literal["none", "residual", "concat", "gated"] = "none"
+    update: Literal["replace", "residual", "delta", "adaptive_delta"] = "adaptive_delta"
+    boundary: Literal["none", "rms", "unit"] = "none"
+    readout: Literal["none", "linear"] = "none"
+    max_loops: int = 4
+    """Largest loop count a program of this model can run."""
+
+    def __post_init__(self):
+        _positive("loop.max_loops", self.max_loops)
+        for name, allowed in _choices(LoopRule).items():
+            if getattr(self, name) not in allowed:
+                raise ElrError(f"loop.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The identity of a checkpoint: three strings of layers, their sizes and the loop rule."""
+
+    vocab_size: int
+    d_model: int
+    prelude: str
+    core: str
+    coda: str
+    attention: AttentionConfig
+    mlp: MLPConfig
+    loop: LoopRule = field(default_factory=LoopRule)
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-6
+    residual_init: Literal["scaled", "zero"] = "scaled"
+    """Start of the sub-layers' output projections: divided by √(number of sub-layers), or zero."""
+
+    def __post_init__(self):
+        _positive("vocab_size", self.vocab_size)
+        _positive("d_model", self.d_model)
+        for name in ("prelude", "core", "coda"):
+            for position, letter in enumerate(getattr(self, name)):
+                if letter not in LETTERS:
+                    known = ", ".join(f"'{key}' ({text})" for key, text in LETTERS.items())
+                    raise ElrError(f"{name}={getattr(self, name)!r} has the unknown letter {letter!r} at {position}: use {known}")
+        if not self.core:
+            raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
+
+    @property
+    def layers(self) -> str:
+        """All letters in order, one physical layer each."""
+        return self.prelude + self.core + self.coda
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How to run a model on this machine; never changes what it computes beyond rounding."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and of the weights' working copy; parameters stay float32."""
+    loop: Literal["bounded", "scan"] = "bounded"
+    """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
+    remat: Literal["none", "dots", "layer", "round"] = "none"
+    """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ElrError(f"{name}={value} must be at least 1")
+
+
+def _choices(cls: type) -> dict[str, tuple[str, ...]]:
+    return {f.name: f.type.__args__ for f in dataclasses.fields(cls) if getattr(f.type, "__origin__", None) is Literal}  # type: ignore[union-attr]
+
+
+def _converter(unions: tuple[Any, ...]) -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for union in unions:
+        configure_tagged_union(union, converter, tag_name="kind")
+    return converter
+
+
+def to_dict(config: Any, *, unions: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """A config as JSON-ready data; members of the unions carry their class name as `kind`."""
+    return _converter(unions).unstructure(config, unstructure_as=type(config))
+
+
+def from_dict(cls: type[T], data: dict[str, Any], *, unions: tuple[Any, ...] = ()) -> T:
+    """The config that `to_dict` wrote; unknown or missing keys raise an `ElrError` that names them."""
+    try:
+        return _converter(unions).structure(data, cls)
+    except cattrs.BaseValidationError as error:
+        raise ElrError(f"{cls.__name__} can't be read: {'; '.join(cattrs.transform_error(error))}") from error
+
+
+def digest(data: Any) -> str:
+    """Sixteen hex digits that change when any value of the JSON-ready data changes."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,278 @@
+"""The loop rule: how a round begins, joins the state and ends, and the loop over rounds with a depth per example.
+
+With e the prelude's output and s_0 the initial state, round i < depth of an example computes
+
+    u = boundary(inject(s, e)),  r = core(u),  s ← boundary(update(s, r)),
+
+and a finished example keeps its state. A learned scale of the boundary norm acts on the state that leaves the round
+alone. This file knows no layer kind: the core is a function. The variants of each step stand in one table at the bottom.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from elr_jax.config import ModelConfig, Runtime
+from elr_jax.layers.linear import product
+from elr_jax.layers.norms import rms_norm, unit_norm
+from elr_jax.params import ParamSpec, constant, identity, orthogonal, truncated_normal, vector
+from elr_jax.rounds import bounded_rounds, scan_rounds
+from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions
+
+Core = Callable[[Hidden, Any], Hidden]
+
+
+@struct.dataclass
+class LoopParams:
+    """Parameters of the loop rule's steps; None where the chosen variant has none."""
+
+    inject: Any
+    update: Any
+    boundary: Any
+    readout: Any
+
+
+def loop_specs(config: ModelConfig) -> LoopParams:
+    """Parameter declarations of the configured rule."""
+    rule, d = config.loop, config.d_model
+    return LoopParams(
+        inject=INJECT[rule.inject].specs(d),
+        update=UPDATE[rule.update].specs(d),
+        boundary=BOUNDARY[rule.boundary].specs(d),
+        readout=READOUT[rule.readout].specs(d),
+    )
+
+
+@struct.dataclass
+class RoundOperands:
+    """What a round reads besides the state; `drive` is the injection's loop-invariant part, made once."""
+
+    params: LoopParams
+    core: Any
+    drive: Hidden | None
+    depth: Depth
+
+
+def loop_round(
+    i: Int32[Array, ""],
+    state: Hidden,
+    operands: RoundOperands,
+    *,
+    core: Core,
+    config: ModelConfig,
+    backprop_loops: int | None = None,
+) -> Hidden:
+    """Round i of every example: unchanged where i ≥ depth, without gradient where i < depth − backprop_loops."""
+    rule, params, depth = config.loop, operands.params, operands.depth
+    bound = partial(BOUNDARY[rule.boundary].apply, eps=config.norm_eps)
+    with jax.named_scope("inject"):
+        inner = bound(None, INJECT[rule.inject].combine(params.inject, state, operands.drive))
+    with jax.named_scope("core"):
+        proposal = core(inner, operands.core)
+    with jax.named_scope("update"):
+        new = UPDATE[rule.update].apply(params.update, state, proposal, eps=config.norm_eps)
+        new = bound(params.boundary, new)
+        new = jnp.where((i < depth)[:, None, None], new, state)
+    if backprop_loops is not None:
+        new = jnp.where((i >= depth - backprop_loops)[:, None, None], new, jax.lax.stop_gradient(new))
+    return new
+
+
+def run_loop(
+    entry: Hidden,
+    depth: Depth,
+    params: LoopParams,
+    core_params: Any,
+    *,
+    core: Core,
+    config: ModelConfig,
+    runtime: Runtime,
+    noise: Hidden | None = None,
+    backprop_loops: int | None = None,
+) -> Hidden:
+    """The read-out state of every example after its own number of rounds.
+
+    `entry` [B,T,D] is the prelude's output and `noise` the random initial state, if the rule wants one. Gradients flow
+    through the last `backprop_loops` rounds of each example (None: all).
+    """
+    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+    body = partial(loop_round, core=core, config=config, backprop_loops=backprop_loops)
+    if runtime.remat == "round":
+        body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
+    rounds = config.loop.max_loops
+    if runtime.loop == "scan":
+        state = scan_rounds(body, rounds, state, operands)
+    else:
+        first = jnp.int32(0) if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
+        state = bounded_rounds(body, rounds, first, jnp.minimum(jnp.max(depth), rounds), state, operands)
+    return READOUT[config.loop.readout].apply(params.readout, state)
+
+
+def trajectory(
+    entry: Hidden, depth: Depth, params: LoopParams, core_params: Any, *, core: Core, config: ModelConfig, noise: Hidden | None
+) -> Float[Array, "R+1 B T D"]:
+    """The states s_0 … s_max_loops before the read-out, each example frozen after its own depth."""
+    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+    rounds = jnp.arange(config.loop.max_loops, dtype=jnp.int32)
+
+    def step(state: Hidden, i: Int32[Array, ""]) -> tuple[Hidden, Hidden]:
+        state = loop_round(i, state, operands, core=core, config=config)
+        return state, state
+
+    return jnp.concatenate([state[None], jax.lax.scan(step, state, rounds)[1]])
+
+
+def begin(
+    entry: Hidden, depth: Depth, params: LoopParams, core_params: Any, *, config: ModelConfig, noise: Hidden | None
+) -> tuple[Hidden, RoundOperands]:
+    """The initial state and everything about the rounds that no round changes."""
+    inject = INJECT[config.loop.inject]
+    with jax.named_scope("begin"):
+        entry = inject.enter(params.inject, entry, eps=config.norm_eps)
+        state = {"copy": entry, "zero": jnp.zeros_like(entry), "random": noise}[config.loop.initial]
+        drive = inject.drive(params.inject, entry)
+    return state, RoundOperands(params=params, core=core_params, drive=drive, depth=depth)
+
+
+def initial_noise(key: Key[Array, "B"], positions: Positions, d_model: int, dtype: Any) -> Hidden:
+    """Truncated normal states of standard deviation √(2/(5D)), a function of (example key, position) alone. [Parcae]"""
+    draw = truncated_normal(math.sqrt(2 / (5 * d_model)))
+
+    def at(key: Array, position: Array) -> Array:
+        return draw(jax.random.fold_in(key, position), (d_model,))
+
+    return jax.vmap(jax.vmap(at, (None, 0)))(key, positions).astype(dtype)
+
+
+# Injection: e enters the loop (`enter`), its loop-invariant part is made once (`drive`), and each round combines it.
+
+
+@struct.dataclass
+class Concat:
+    """W [s; e] as two square halves."""
+
+    state: Float[Array, "D D"]
+    entry: Float[Array, "D D"]
+
+
+@struct.dataclass
+class Gated:
+    """Parcae's injection Ā⊙s + Δ⊙(B e), Δ = softplus(dt_bias), Ā = exp(−Δ exp(a_log)), e = RMSNorm(prelude)."""
+
+    norm: Float[Array, "D"]
+    a_log: Float[Array, "D"]
+    dt_bias: Float[Array, "D"]
+    input: Float[Array, "D D"]
+
+
+def _square(d: int, init: Any) -> ParamSpec:
+    return ParamSpec(shape=(d, d), axes=("embed", None), init=init, group="loop")
+
+
+def _gated_specs(d: int) -> Gated:
+    return Gated(
+        norm=vector(d, "embed", 1.0),
+        a_log=vector(d, "embed", 0.0, group="loop"),
+        dt_bias=vector(d, "embed", math.log(math.sqrt(5) - 1), group="loop"),  # Δ = ½ ln 5, so Ā = 1/√5
+        input=_square(d, identity),
+    )
+
+
+def _gated_combine(params: Gated, state: Hidden, drive: Hidden) -> Hidden:
+    step = jax.nn.softplus(params.dt_bias)
+    decay = jnp.exp(-step * jnp.exp(params.a_log))
+    return (decay * state.astype(jnp.float32) + step * drive.astype(jnp.float32)).astype(state.dtype)
+
+
+class Inject(NamedTuple):
+    """A way for e to enter every round."""
+
+    specs: Callable[[int], Any]
+    drive: Callable[[Any, Hidden], Hidden | None]
+    combine: Callable[[Any, Hidden, Any], Hidden]
+    enter: Callable[..., Hidden] = lambda params, entry, *, eps: entry
+
+
+# Update: how the proposal r joins the state s.
+
+
+@struct.dataclass
+class AdaptiveDelta:
+    """The learned step β = σ(W s̃ + b) ⊙ softplus(γ) with s̃ = RMSNorm(s); all zero at the start, so β = ½ ln 2. [ELR]"""
+
+    weight: Float[Array, "D D"]
+    bias: Float[Array, "D"]
+    gain: Float[Array, "D"]
+
+
+def _adaptive_delta_specs(d: int) -> AdaptiveDelta:
+    zero = vector(d, "embed", 0.0, group="loop")
+    return AdaptiveDelta(weight=_square(d, constant(0.0)), bias=zero, gain=zero)
+
+
+def step_size(params: AdaptiveDelta, state: Hidden, *, eps: float) -> Float[Array, "B T D"]:
+    """β of the adaptive delta, float32; it may exceed 1, since softplus is unbounded."""
+    logits = product("btd,de->bte", rms_norm(state, eps=eps), params.weight).astype(jnp.float32)
+    return jax.nn.sigmoid(logits + params.bias) * jax.nn.softplus(params.gain)
+
+
+def _toward(state: Hidden, proposal: Hidden, step: Array) -> Hidden:
+    state32 = state.astype(jnp.float32)
+    return (state32 + step * (proposal.astype(jnp.float32) - state32)).astype(state.dtype)
+
+
+class Update(NamedTuple):
+    """A way for the core's proposal to change the state."""
+
+    specs: Callable[[int], Any]
+    apply: Callable[..., Hidden]
+
+
+class Step(NamedTuple):
+    """A boundary norm or a read-out: parameters and function."""
+
+    specs: Callable[[int], Any]
+    apply: Callable[..., Hidden]
+
+
+def _nothing(d: int) -> None:
+    return None
+
+
+INJECT = {
+    "none": Inject(_nothing, lambda p, e: None, lambda p, s, drive: s),
+    "residual": Inject(_nothing, lambda p, e: e, lambda p, s, drive: s + drive),
+    "concat": Inject(
+        lambda d: Concat(state=_square(d, truncated_normal((2 * d) ** -0.5)), entry=_square(d, truncated_normal((2 * d) ** -0.5))),
+        lambda p, e: product("btd,de->bte", e, p.entry),
+        lambda p, s, drive: product("btd,de->bte", s, p.state) + drive,
+    ),
+    "gated": Inject(
+        _gated_specs,
+        lambda p, e: product("btd,de->bte", e, p.input),
+        _gated_combine,
+        lambda p, e, *, eps: rms_norm(e, p.norm, eps=eps),
+    ),
+}
+UPDATE = {
+    "replace": Update(_nothing, lambda p, s, r, *, eps: r),
+    "residual": Update(_nothing, lambda p, s, r, *, eps: s + r),
+    "delta": Update(lambda d: vector(d, "embed", 0.05, group="loop"), lambda p, s, r, *, eps: _toward(s, r, p)),
+    "adaptive_delta": Update(
+        _adaptive_delta_specs, lambda p, s, r, *, eps: _toward(s, r, step_size(p, s, eps=eps))
+    ),
+}
+BOUNDARY = {
+    "none": Step(_nothing, lambda p, x, *, eps: x),
+    "rms": Step(lambda d: vector(d, "embed", 1.0), lambda p, x, *, eps: rms_norm(x, p, eps=eps)),
+    "unit": Step(_nothing, lambda p, x, *, eps: unit_norm(x, eps=eps)),
+}
+READOUT = {
+    "none": Step(_nothing, lambda p, s: s),
+    "linear": Step(lambda d: _square(d, orthogonal(math.sqrt(2 / 5))), lambda p, s: product("btd,de->bte", s, p)),
+}

@@ -1,0 +1,102 @@
+"""One declaration per parameter, from which initialisation, shapes, shardings, decay and the optimizer's groups follow.
+
+Every module declares its parameters as a dataclass of `ParamSpec` leaves; the parameters themselves are the same
+dataclass with arrays for leaves. `Group` says how an optimizer treats a leaf:
+
+- `matrix`: the weights of a linear map between hidden spaces (Muon or AdamW, decayed);
+- `embedding`: token tables and the head (AdamW, decayed);
+- `vector`: scales, biases and gains (AdamW, not decayed);
+- `loop`: everything that joins the rounds: gates, injection, readout (AdamW, not decayed, own learning-rate factor).
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from elr_jax.typing import Array, PRNGKeyArray
+
+Initializer = Callable[[PRNGKeyArray, tuple[int, ...]], Array]
+Group = Literal["matrix", "embedding", "vector", "loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """Shape, logical axes, start and optimizer group of one parameter.
+
+    The first `inputs` axes are summed over by the product the parameter takes part in, the others are its output.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Initializer
+    group: Group
+    inputs: int = 1
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in rank"
+
+
+def truncated_normal(std: float) -> Initializer:
+    """Normal values cut at two standard deviations and rescaled to the given one."""
+    scale = std / 0.87962566103423978  # standard deviation of a unit normal cut at ±2
+    return lambda key, shape: scale * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+
+
+def constant(value: float) -> Initializer:
+    """Every element the same value."""
+    return lambda key, shape: jnp.full(shape, value, jnp.float32)
+
+
+def identity(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """The identity matrix."""
+    return jnp.eye(*shape, dtype=jnp.float32)
+
+
+def orthogonal(gain: float) -> Initializer:
+    """A random orthogonal matrix times a gain."""
+    return lambda key, shape: jax.nn.initializers.orthogonal(gain)(key, shape, jnp.float32)
+
+
+def matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], *, inputs: int = 1, gain: float = 1.0) -> ParamSpec:
+    """A linear map between hidden spaces, started at standard deviation gain/√fan_in."""
+    std = gain / math.sqrt(math.prod(shape[:inputs]))
+    init = truncated_normal(std) if gain else constant(0.0)
+    return ParamSpec(shape=shape, axes=axes, init=init, group="matrix", inputs=inputs)
+
+
+def vector(size: int, axis: str | None, value: float, *, group: Group = "vector") -> ParamSpec:
+    """A scale or bias with one constant start."""
+    return ParamSpec(shape=(size,), axes=(axis,), init=constant(value), group=group, inputs=0)
+
+
+def map_specs(function: Callable[[ParamSpec], Any], specs: Any) -> Any:
+    """Apply a function to every `ParamSpec` of a tree."""
+    return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def init_params(key: PRNGKeyArray, specs: Any) -> Any:
+    """Initial values of every spec, float32.
+
+    Each leaf's key is folded with its own path, so adding or removing a parameter never changes another.
+    """
+
+    def start(path: Any, spec: ParamSpec) -> Array:
+        leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return spec.init(leaf_key, spec.shape)
+
+    return jax.tree.map_with_path(start, specs)
+
+
+def abstract_params(specs: Any) -> Any:
+    """The parameters as `jax.ShapeDtypeStruct`s, float32."""
+    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+
+
+def count_params(specs: Any) -> int:
+    """Number of scalar parameters."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))

@@ -1,0 +1,34 @@
+"""Named models, each with the table its numbers come from."""
+
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+
+PLAIN = LoopRule(update="replace", max_loops=1)
+"""The loop rule under which a config is a plain transformer: every layer once."""
+
+
+def tiny_text(loop: LoopRule | None = None) -> ModelConfig:
+    """A byte-level model for two CPU cores: width 128, blocks 1 | 2 | 1; adaptive delta, up to 4 loops."""
+    return ModelConfig(
+        vocab_size=257,
+        d_model=128,
+        prelude="*-",
+        core="*-*-",
+        coda="*-",
+        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32),
+        mlp=MLPConfig(d_ff=512, kind="squared_relu"),
+        loop=loop or LoopRule(max_loops=4),
+    )
+
+
+def tiny_pointer_chase(loop: LoopRule | None = None) -> ModelConfig:
+    """The pointer-chase model: width 64, blocks 1 | 1 | 1, 4 heads; adaptive delta, trained at 1–4 and run to 6 loops."""
+    return ModelConfig(
+        vocab_size=32,
+        d_model=64,
+        prelude="*-",
+        core="*-",
+        coda="*-",
+        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=16),
+        mlp=MLPConfig(d_ff=256, kind="squared_relu"),
+        loop=loop or LoopRule(max_loops=6),
+    )

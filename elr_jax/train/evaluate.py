@@ -1,0 +1,84 @@
+"""One checkpoint at every loop count: loss, bits per byte, and how far the last round still moved the state."""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from elr_jax import model
+from elr_jax.config import ModelConfig, Runtime
+from elr_jax.losses import cross_entropy
+from elr_jax.train.data import Batch
+from elr_jax.typing import Array, Float, Int32, PRNGKeyArray
+
+
+class LoopResult(NamedTuple):
+    """Scores of one loop count."""
+
+    loops: int
+    loss: float
+    """Nats per scored token."""
+    accuracy: float
+    """Share of scored tokens whose most likely prediction is right."""
+    bits_per_byte: float | None
+    residual: float
+    """Mean over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖."""
+
+
+def evaluate(
+    params: model.Params,
+    data: Iterable[Batch],
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    bytes_per_token: float | None = None,
+    key: PRNGKeyArray | None = None,
+) -> list[LoopResult]:
+    """Scores at 1 … max_loops loops of the same batches; `key` feeds a random initial state."""
+    loops = range(1, config.loop.max_loops + 1)
+    key = jax.random.key(0) if key is None else key
+    score = jax.jit(partial(_score, config=config, runtime=runtime))
+    sums: Any = None
+    for batch in data:
+        scored = [score(params, batch, jnp.int32(k), key) for k in loops]
+        batch_sums = jnp.stack(scored), residuals(params, batch, key, config=config, runtime=runtime)
+        sums = batch_sums if sums is None else jax.tree.map(jnp.add, sums, batch_sums)
+    (loss, right, weight), (moved, tokens) = (table.T.tolist() for table in sums)
+    return [
+        LoopResult(
+            loops=k,
+            loss=loss[k - 1] / weight[k - 1],
+            accuracy=right[k - 1] / weight[k - 1],
+            bits_per_byte=bytes_per_token and loss[k - 1] / weight[k - 1] / math.log(2) / bytes_per_token,
+            residual=moved[k - 1] / tokens[k - 1],
+        )
+        for k in loops
+    ]
+
+
+def _score(
+    params: model.Params, batch: Batch, loops: Int32[Array, ""], key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
+) -> Float[Array, "3"]:
+    """Summed loss, right answers and weight at one loop count."""
+    depth = jnp.full(batch.tokens.shape[0], loops)
+    logits = model.apply(
+        params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
+    )
+    right = jnp.argmax(logits, axis=-1) == batch.targets
+    return jnp.stack([jnp.sum(x * batch.weights) for x in (cross_entropy(logits, batch.targets), right, 1.0)])
+
+
+@partial(jax.jit, static_argnames=("config", "runtime"))
+def residuals(
+    params: model.Params, batch: Batch, key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
+) -> Float[Array, "R 2"]:
+    """For each round, Σ over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖ and the number of tokens."""
+    depth = jnp.full(batch.tokens.shape[0], config.loop.max_loops, jnp.int32)
+    states = model.states(
+        params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
+    ).astype(jnp.float32)
+    moved = jnp.linalg.norm(states[1:] - states[:-1], axis=-1) / jnp.linalg.norm(states[1:], axis=-1)
+    return jnp.stack([jnp.sum(moved, axis=(1, 2)), jnp.full(moved.shape[0], moved[0].size, jnp.float32)], axis=1)

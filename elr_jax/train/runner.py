@@ -1,0 +1,206 @@
+"""A training run from its first step, or from where it stopped, to its last checkpoint.
+
+A launch reads the newest checkpoint of its folder, if there is one; batches and depths are functions of the step, so
+nothing else has to be restored. The last step and SIGTERM save, once.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from elr_jax import flops, model
+from elr_jax.config import ModelConfig, from_dict
+from elr_jax.depth import LAW_UNIONS
+from elr_jax.errors import ElrError
+from elr_jax.train import checkpoint
+from elr_jax.train.data import Batch, Dataset, batches, open_dataset
+from elr_jax.train.evaluate import LoopResult, evaluate
+from elr_jax.train.metrics import MetricsWriter
+from elr_jax.train.optim import learning_rate, make_optimizer
+from elr_jax.train.settings import Launch, Recipe, TextRun
+from elr_jax.train.step import StepMetrics, TrainState, init_state, train_step
+
+
+def train_text(run: TextRun) -> list[LoopResult]:
+    """Train on the run's text and return the final evaluation."""
+    training, validation = (open_dataset(run.data, split, seed=run.recipe.seed) for split in ("train", "validation"))
+    return train(run.recipe, run.launch, training=training, validation=validation)
+
+
+def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Dataset) -> list[LoopResult]:
+    """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty after SIGTERM).
+
+    Raises:
+        ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or a
+            write that failed.
+    """
+    if training.vocab_size > recipe.model.vocab_size:
+        raise ElrError(
+            f"model.vocab_size={recipe.model.vocab_size} is smaller than the data's {training.vocab_size}: raise it"
+        )
+    optimizer = make_optimizer(recipe.optim, model.param_specs(recipe.model), recipe.steps)
+    meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
+    store = checkpoint.Checkpoints(_checkpoint_folder(launch.out), keep=launch.keep)
+    state = _start(recipe, optimizer, store, meta)
+    step = jax.jit(
+        partial(train_step, recipe=recipe, optimizer=optimizer, runtime=launch.runtime), donate_argnames=("state",)
+    )
+    first = int(state.step)
+    log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
+    score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log)
+    results: list[LoopResult] = []
+    with log, _stop_on_sigterm() as stopped:
+        reporter = _Reporter(recipe, training.examples[0]["tokens"].shape[0], log)
+        for number, batch in enumerate(_my_batches(training, recipe, first), start=first + 1):
+            state, metrics = step(state, batch)
+            reporter.report(number, metrics)
+            last = number >= recipe.steps or stopped.is_set()
+            if last or (launch.save_every and number % launch.save_every == 0):
+                store.save(number, state, meta)
+            if number < recipe.steps and launch.eval_every and number % launch.eval_every == 0:
+                score(number, state.params)
+            if last:
+                break
+        reporter.flush()
+        if not stopped.is_set():
+            results = score(recipe.steps, state.params)
+    _tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
+    return results
+
+
+def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, ModelConfig]:
+    """The parameters and config of the newest (or one) checkpoint of a run's folder."""
+    folder = _checkpoint_folder(out)
+    meta = checkpoint.read_meta(folder, step=step)
+    if meta is None:
+        raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
+    config = from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).model
+    restored = checkpoint.restore(folder, model.abstract(config), step=step, field="params")
+    assert restored is not None, "read_meta found a checkpoint"
+    return restored[0], config
+
+
+def _checkpoint_folder(out: str) -> Path:
+    return Path(out) / "checkpoints"
+
+
+def _start(recipe: Recipe, optimizer: Any, store: checkpoint.Checkpoints, meta: dict[str, Any]) -> TrainState:
+    init = jax.jit(partial(init_state, recipe, optimizer))
+    restored = store.restore(jax.eval_shape(init)) if _same_run(store, meta) else None
+    if restored is None:
+        _tell(f"{flops.num_params(recipe.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
+        return init()
+    state, _ = restored
+    _tell(f"resuming after step {int(state.step)} of {recipe.steps}")
+    return state
+
+
+def _same_run(store: checkpoint.Checkpoints, meta: dict[str, Any]) -> bool:
+    saved = checkpoint.read_meta(store.directory)
+    if saved is None:
+        return False
+    for part, what in (("recipe", "the recipe"), ("data", "the data")):
+        checkpoint.refuse_mismatch(saved[part], meta[part], what=what)
+    return True
+
+
+def _my_batches(data: Dataset, recipe: Recipe, start: int) -> Iterator[Batch]:
+    if start >= recipe.steps:
+        return iter(())
+    return batches(
+        data,
+        recipe.batch_size,
+        start=start,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def _evaluate(
+    step: int, params: model.Params, *, recipe: Recipe, launch: Launch, validation: Dataset, log: MetricsWriter
+) -> list[LoopResult]:
+    size = min(recipe.batch_size, len(validation.examples))
+    data = (batch for _, batch in zip(range(launch.eval_batches), batches(validation, size), strict=False))
+    results = evaluate(
+        params,
+        data,
+        config=recipe.model,
+        runtime=launch.runtime,
+        bytes_per_token=validation.bytes_per_token,
+        key=jax.random.key(recipe.seed),
+    )
+    scores = {
+        f"eval/{name}_{result.loops}": value
+        for result in results
+        for name, value in result._asdict().items()
+        if name != "loops" and value is not None
+    }
+    log.write(step, scores)
+    return results
+
+
+class _Reporter:
+    """Reports step t − 1 while step t runs, so that reading metrics never keeps the device waiting."""
+
+    def __init__(self, recipe: Recipe, seq_len: int, log: MetricsWriter):
+        self._recipe, self._seq_len, self._log = recipe, seq_len, log
+        self._rate = learning_rate(recipe.optim, recipe.steps)
+        self._pending: tuple[int, StepMetrics] | None = None
+
+    def report(self, number: int, metrics: StepMetrics) -> None:
+        """Note step `number` and write the one before."""
+        self.flush()
+        self._pending = number, metrics
+
+    def flush(self) -> None:
+        """Write the step noted last."""
+        if self._pending is None:
+            return
+        number, metrics = self._pending
+        self._pending = None
+        metrics = jax.device_get(metrics)
+        by_depth = {
+            k: float(loss / weight)
+            for k, (loss, weight) in enumerate(zip(metrics.by_depth.loss, metrics.by_depth.weight, strict=True), start=1)
+            if weight
+        }
+        recipe, rounds = self._recipe, float(metrics.executed_rounds)
+        done = flops.train_flops(recipe.model, seq_len=self._seq_len, sequences=recipe.batch_size, rounds=rounds)
+        tokens = recipe.batch_size * self._seq_len
+        speed = self._log.progress(number, loss=float(metrics.loss), loss_by_depth=by_depth, tokens=tokens, flops=done)
+        scalars = {
+            "loss": float(metrics.loss),
+            **{f"loss_{k}": value for k, value in by_depth.items()},
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(self._rate(number - 1)),
+            "executed_rounds": int(metrics.executed_rounds),
+            "useful_rounds": int(metrics.useful_rounds),
+            "skipped": int(metrics.skipped),
+            **speed,
+        }
+        self._log.write(number, scalars)
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets in place of ending the process."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _tell(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)

@@ -1,0 +1,77 @@
+"""Everything a training run is told: the recipe, which a checkpoint pins, and how this launch goes about it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elr_jax.config import ModelConfig, Runtime, to_dict
+from elr_jax.depth import LAW_UNIONS, DepthLaw
+from elr_jax.errors import ElrError
+from elr_jax.train.data import DataConfig
+from elr_jax.train.optim import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What determines the trained parameters; a run can only be resumed with the recipe it began with."""
+
+    model: ModelConfig
+    depth: DepthLaw
+    """How many loops each row of a batch runs."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    steps: int = 600
+    batch_size: int = 16
+    """Rows of one optimizer step, over all processes."""
+    microbatches: int = 4
+    """Parts a batch is cut into after sorting by depth; each part runs as deep as its deepest row."""
+    backprop_loops: int | None = None
+    """Last rounds of each row that carry gradients; None means all."""
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "microbatches", "backprop_loops"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ElrError(f"{name}={value} must be at least 1")
+        if self.batch_size % self.microbatches:
+            raise ElrError(f"batch_size={self.batch_size} can't be cut into microbatches={self.microbatches}: use a divisor")
+        if self.depth.max_loops > self.model.loop.max_loops:
+            raise ElrError(
+                f"the depth law draws up to {self.depth.max_loops} loops but model.loop.max_loops="
+                f"{self.model.loop.max_loops}: raise it, or lower the law's"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as JSON-ready data."""
+        return to_dict(self, unions=LAW_UNIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where this launch writes and how often; free to change between launches of one run."""
+
+    out: str
+    """The run's folder; if it holds checkpoints, the run goes on from the newest."""
+    eval_every: int | None = None
+    """Steps between evaluations; None evaluates at the end only."""
+    eval_batches: int = 20
+    """Validation batches of one evaluation."""
+    save_every: int | None = None
+    """Steps between checkpoints; None saves at the end only (and on SIGTERM)."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def __post_init__(self):
+        for name in ("eval_every", "eval_batches", "save_every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ElrError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRun:
+    """One training run on text."""
+
+    recipe: Recipe
+    launch: Launch
+    data: DataConfig = field(default_factory=DataConfig)

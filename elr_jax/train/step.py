@@ -1,0 +1,143 @@
+"""The train step: draw depths, sort by depth, accumulate gradients over microbatches, update.
+
+One compiled program serves every draw. Gradients are those of the mean loss over the whole batch's scored tokens,
+however depths and masks fall into the microbatches: each microbatch adds its summed loss divided by the global weight.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from elr_jax import model
+from elr_jax.config import Runtime
+from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
+from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
+from elr_jax.train.data import Batch
+from elr_jax.train.settings import Recipe
+from elr_jax.typing import Array, Depth, Float, Int32, PRNGKeyArray
+
+
+@struct.dataclass
+class TrainState:
+    """Everything a run carries from step to step; `key` never changes, draws fold it with the step."""
+
+    step: Int32[Array, ""]
+    params: model.Params
+    opt_state: Any
+    key: PRNGKeyArray
+    skipped: Int32[Array, ""]
+    """Steps whose gradient was not finite; they changed nothing."""
+
+
+@struct.dataclass
+class StepMetrics:
+    """What one step reports."""
+
+    by_depth: DepthSums
+    grad_norm: Float[Array, ""]
+    executed_rounds: Int32[Array, ""]
+    """Row-rounds the microbatches ran, each as deep as its deepest row."""
+    useful_rounds: Int32[Array, ""]
+    """Row-rounds the draw asked for: Σ depth."""
+    skipped: Int32[Array, ""]
+
+    @property
+    def loss(self) -> Float[Array, ""]:
+        """Mean nats per scored token of the batch."""
+        return jnp.sum(self.by_depth.loss) / jnp.maximum(jnp.sum(self.by_depth.weight), 1.0)
+
+
+def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, a function of the recipe's seed alone."""
+    init_key, run_key = jax.random.split(jax.random.key(recipe.seed))
+    params = model.init(init_key, recipe.model)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, params=params, opt_state=optimizer.init(params), key=run_key, skipped=jnp.copy(zero))
+
+
+def draw_depths(recipe: Recipe, key: PRNGKeyArray, step: Int32[Array, ""]) -> Depth:
+    """Loop count of every row of the global batch at a step."""
+    rows = jnp.arange(recipe.batch_size, dtype=jnp.int32)
+    return recipe.depth.sample(key, step, rows, batch_size=recipe.batch_size, total_steps=recipe.steps)
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, recipe: Recipe, optimizer: optax.GradientTransformation, runtime: Runtime
+) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step; a gradient that is not finite leaves parameters and optimizer as they were and is counted."""
+    depth_key, noise_key = jax.random.split(state.key)
+    depth = draw_depths(recipe, depth_key, state.step)
+    noise_keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.fold_in(noise_key, state.step), jnp.arange(recipe.batch_size)
+    )
+    order = sort_by_depth(depth, recipe.microbatches)
+    loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
+    parts = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, noise_keys))
+    gradient, sums = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
+
+    grad_norm = optax.global_norm(gradient)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    finite = jnp.isfinite(grad_norm)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (optax.apply_updates(state.params, updates), opt_state),
+        (state.params, state.opt_state),
+    )
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    metrics = StepMetrics(
+        by_depth=sums,
+        grad_norm=grad_norm,
+        executed_rounds=executed_rounds(depth[order], recipe.microbatches),
+        useful_rounds=useful_rounds(depth),
+        skipped=skipped,
+    )
+    return TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=state.key, skipped=skipped), metrics
+
+
+def batch_loss(
+    params: model.Params, part: tuple[Batch, Depth, PRNGKeyArray], *, recipe: Recipe, runtime: Runtime
+) -> tuple[Float[Array, ""], DepthSums]:
+    """Summed loss of some rows in nats, and the sums by loop count."""
+    batch, depth, keys = part
+    logits = model.apply(
+        params,
+        batch.tokens,
+        depth,
+        config=recipe.model,
+        runtime=runtime,
+        segment_ids=batch.segment_ids,
+        key=keys,
+        backprop_loops=recipe.backprop_loops,
+    )
+    losses = cross_entropy(logits, batch.targets)
+    sums = sum_by_depth(losses, batch.weights, depth, max_loops=recipe.model.loop.max_loops)
+    return jnp.sum(sums.loss), sums
+
+
+def accumulate(
+    loss_function: Callable[..., tuple[Float[Array, ""], DepthSums]],
+    params: model.Params,
+    parts: Any,
+    *,
+    total: Float[Array, ""],
+) -> tuple[model.Params, DepthSums]:
+    """Gradient of Σ over parts of loss / total, and the summed metrics; parts are stacked on their first axis."""
+    scale = 1.0 / jnp.maximum(total, 1.0)
+
+    def one(carry: tuple[model.Params, DepthSums], part: Any):
+        (_, sums), gradient = jax.value_and_grad(loss_function, has_aux=True)(params, part)
+        gradient = jax.tree.map(lambda g: g * scale, gradient)
+        return jax.tree.map(jnp.add, carry, (gradient, sums)), None
+
+    shapes = jax.eval_shape(loss_function, params, jax.tree.map(lambda x: x[0], parts))[1]
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, shapes))
+    return jax.lax.scan(one, start, parts)[0]
+
+
+def _cut(x: Array, parts: int) -> Array:
+    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])

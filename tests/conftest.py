@@ -1,0 +1,21 @@
+"""Settings of the test run, made before anything imports JAX; child processes inherit them."""
+
+import os
+from pathlib import Path
+
+from hypothesis import settings
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    # Compiled programs are kept between runs. The size bound also turns on the cache's file lock, which makes it safe
+    # for several test workers at once.
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".cache" / "jax"),
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+# A first example compiles, so no deadline. CI tries the same examples every time; elsewhere they are fresh.
+settings.register_profile("elr", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("elr")
