@@ -43,7 +43,9 @@ class AttentionConfig:
                 "every key-value head serves the same number of query heads"
             )
         if self.rope_base is not None and self.head_dim % 2:
-            raise ElrError(f"attention.head_dim={self.head_dim} is odd: rotary positions turn pairs, or set rope_base=None")
+            raise ElrError(
+                f"attention.head_dim={self.head_dim} is odd: rotary positions turn pairs; or set rope_base=None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,8 @@ class ModelConfig:
             for position, letter in enumerate(getattr(self, name)):
                 if letter not in LETTERS:
                     known = ", ".join(f"'{key}' ({text})" for key, text in LETTERS.items())
-                    raise ElrError(f"{name}={getattr(self, name)!r} has the unknown letter {letter!r} at {position}: use {known}")
+                    found = f"{name}={getattr(self, name)!r} has the unknown letter {letter!r} at {position}"
+                    raise ElrError(f"{found}: use {known}")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 

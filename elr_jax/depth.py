@@ -12,6 +12,7 @@ a step costs about Σ depth rounds instead of B · max depth.
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -254,13 +255,13 @@ def sort_by_depth(depth: Depth, microbatches: int) -> Int32[Array, "B"]:
     return jnp.argsort(-depth, stable=True).astype(jnp.int32)
 
 
-def executed_rounds(depth: Depth | np.ndarray, microbatches: int) -> Int32[Array, ""] | np.integer:
+def executed_rounds(depth: Depth | np.ndarray, microbatches: int) -> Any:
     """Row-rounds a step runs with its rows in the given order: Σ over microbatches of rows · deepest row."""
     rows = _rows_per_microbatch(depth.shape[0], microbatches)
     return rows * depth.reshape(microbatches, rows).max(axis=1).sum()
 
 
-def useful_rounds(depth: Depth | np.ndarray) -> Int32[Array, ""] | np.integer:
+def useful_rounds(depth: Depth | np.ndarray) -> Any:
     """Row-rounds a step needs: Σ depth."""
     return depth.sum()
 

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class ElrError(ValueError):
-    """A bad value, with the value and the mend in one line."""
+class ElrError(Exception):
+    """A bad value, with the value and the mend in one line.
+
+    Not a `ValueError`: parsers of command lines and files take those for their own and wrap them in their own words.
+    """
 
 
 @contextmanager
@@ -19,9 +22,5 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except ElrError as error:
-        sys.exit(_fail(error))
-
-
-def _fail(error: ElrError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

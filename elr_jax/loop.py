@@ -4,8 +4,8 @@ With e the prelude's output and s_0 the initial state, round i < depth of an exa
 
     u = boundary(inject(s, e)),  r = core(u),  s ← boundary(update(s, r)),
 
-and a finished example keeps its state. A learned scale of the boundary norm acts on the state that leaves the round
-alone. This file knows no layer kind: the core is a function. The variants of each step stand in one table at the bottom.
+and a finished example keeps its state. A learned scale of the boundary norm acts only on the state that leaves the
+round. This file knows no layer kind: the core is a function. The variants of each step stand in tables at the bottom.
 """
 
 import math
@@ -20,7 +20,7 @@ from flax import struct
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.layers.linear import product
 from elr_jax.layers.norms import rms_norm, unit_norm
-from elr_jax.params import ParamSpec, constant, identity, orthogonal, truncated_normal, vector
+from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogonal, truncated_normal, vector
 from elr_jax.rounds import bounded_rounds, scan_rounds
 from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions
 
@@ -114,7 +114,14 @@ def run_loop(
 
 
 def trajectory(
-    entry: Hidden, depth: Depth, params: LoopParams, core_params: Any, *, core: Core, config: ModelConfig, noise: Hidden | None
+    entry: Hidden,
+    depth: Depth,
+    params: LoopParams,
+    core_params: Any,
+    *,
+    core: Core,
+    config: ModelConfig,
+    noise: Hidden | None = None,
 ) -> Float[Array, "R+1 B T D"]:
     """The states s_0 … s_max_loops before the read-out, each example frozen after its own depth."""
     state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
@@ -170,8 +177,13 @@ class Gated:
     input: Float[Array, "D D"]
 
 
-def _square(d: int, init: Any) -> ParamSpec:
+def _square(d: int, init: Initializer) -> Any:
     return ParamSpec(shape=(d, d), axes=("embed", None), init=init, group="loop")
+
+
+def _concat_specs(d: int) -> Concat:
+    half = _square(d, truncated_normal((2 * d) ** -0.5))
+    return Concat(state=half, entry=half)
 
 
 def _gated_specs(d: int) -> Gated:
@@ -248,7 +260,7 @@ INJECT = {
     "none": Inject(_nothing, lambda p, e: None, lambda p, s, drive: s),
     "residual": Inject(_nothing, lambda p, e: e, lambda p, s, drive: s + drive),
     "concat": Inject(
-        lambda d: Concat(state=_square(d, truncated_normal((2 * d) ** -0.5)), entry=_square(d, truncated_normal((2 * d) ** -0.5))),
+        _concat_specs,
         lambda p, e: product("btd,de->bte", e, p.entry),
         lambda p, s, drive: product("btd,de->bte", s, p.state) + drive,
     ),
@@ -263,9 +275,7 @@ UPDATE = {
     "replace": Update(_nothing, lambda p, s, r, *, eps: r),
     "residual": Update(_nothing, lambda p, s, r, *, eps: s + r),
     "delta": Update(lambda d: vector(d, "embed", 0.05, group="loop"), lambda p, s, r, *, eps: _toward(s, r, p)),
-    "adaptive_delta": Update(
-        _adaptive_delta_specs, lambda p, s, r, *, eps: _toward(s, r, step_size(p, s, eps=eps))
-    ),
+    "adaptive_delta": Update(_adaptive_delta_specs, lambda p, s, r, *, eps: _toward(s, r, step_size(p, s, eps=eps))),
 }
 BOUNDARY = {
     "none": Step(_nothing, lambda p, x, *, eps: x),

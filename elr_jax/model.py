@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.layers import Context, make_context
 from elr_jax.layers.norms import rms_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_loop, trajectory
-from elr_jax.params import ParamSpec, abstract_params, init_params, matrix, truncated_normal, vector
+from elr_jax.params import abstract_params, init_params, matrix, table, vector
 from elr_jax.residual import SubLayer, apply_stack, stack_specs
 from elr_jax.typing import Array, Depth, Float, Hidden, Logits, Positions, PRNGKeyArray, SegmentIds, Tokens
 
@@ -35,17 +36,14 @@ def param_specs(config: ModelConfig) -> Params:
     """The declaration of every parameter: a `Params` of `ParamSpec` leaves."""
     v, d = config.vocab_size, config.d_model
     std = d**-0.5 if config.tie_embeddings else 1.0
-    head = dataclasses.replace(matrix((d, v), ("embed", "vocab")), group="embedding")
     return Params(
-        embedding=ParamSpec(
-            shape=(v, d), axes=("vocab", "embed"), init=truncated_normal(std), group="embedding", inputs=1
-        ),
+        embedding=table(v, d, std),
         prelude=stack_specs(config.prelude, config),
         core=stack_specs(config.core, config),
         coda=stack_specs(config.coda, config),
         loop=loop_specs(config),
         norm=vector(d, "embed", 1.0),
-        head=None if config.tie_embeddings else head,
+        head=None if config.tie_embeddings else matrix((d, v), ("embed", "vocab"), group="embedding"),
     )
 
 
@@ -150,7 +148,9 @@ def _noise(key: PRNGKeyArray | None, positions: Positions, config: ModelConfig, 
     if config.loop.initial != "random":
         return None
     if key is None:
-        raise ElrError("loop.initial='random' draws the initial state: pass key=jax.random.key(…), or use 'copy' or 'zero'")
+        raise ElrError(
+            "loop.initial='random' draws the initial state: pass key=jax.random.key(…), or use 'copy' or 'zero'"
+        )
     if key.ndim == 0:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(positions.shape[0]))
     return initial_noise(key, positions, config.d_model, runtime.dtype)
@@ -170,7 +170,7 @@ def _cast(params: Params, runtime: Runtime) -> Params:
 
 
 def _check_depth(depth: Any, config: ModelConfig) -> None:
-    if isinstance(depth, jax.core.Tracer):  # under jit the values are unknown: laws and requests are checked before
+    if isinstance(depth, Tracer):  # under jit the values are unknown: laws and requests are checked before
         return
     values = np.asarray(depth)
     if values.size and (values.min() < 1 or values.max() > config.loop.max_loops):

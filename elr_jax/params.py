@@ -1,7 +1,8 @@
 """One declaration per parameter, from which initialisation, shapes, shardings, decay and the optimizer's groups follow.
 
 Every module declares its parameters as a dataclass of `ParamSpec` leaves; the parameters themselves are the same
-dataclass with arrays for leaves. `Group` says how an optimizer treats a leaf:
+dataclass with arrays for leaves, and the helpers that make a spec are typed `Any` to stand in an array's place. `Group`
+says how an optimizer treats a leaf:
 
 - `matrix`: the weights of a linear map between hidden spaces (Muon or AdamW, decayed);
 - `embedding`: token tables and the head (AdamW, decayed);
@@ -62,14 +63,21 @@ def orthogonal(gain: float) -> Initializer:
     return lambda key, shape: jax.nn.initializers.orthogonal(gain)(key, shape, jnp.float32)
 
 
-def matrix(shape: tuple[int, ...], axes: tuple[str | None, ...], *, inputs: int = 1, gain: float = 1.0) -> ParamSpec:
+def matrix(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], *, inputs: int = 1, gain: float = 1.0, group: Group = "matrix"
+) -> Any:
     """A linear map between hidden spaces, started at standard deviation gain/√fan_in."""
     std = gain / math.sqrt(math.prod(shape[:inputs]))
     init = truncated_normal(std) if gain else constant(0.0)
-    return ParamSpec(shape=shape, axes=axes, init=init, group="matrix", inputs=inputs)
+    return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs)
 
 
-def vector(size: int, axis: str | None, value: float, *, group: Group = "vector") -> ParamSpec:
+def table(rows: int, width: int, std: float) -> Any:
+    """An embedding: one row of the given standard deviation for each token."""
+    return ParamSpec(shape=(rows, width), axes=("vocab", "embed"), init=truncated_normal(std), group="embedding")
+
+
+def vector(size: int, axis: str | None, value: float, *, group: Group = "vector") -> Any:
     """A scale or bias with one constant start."""
     return ParamSpec(shape=(size,), axes=(axis,), init=constant(value), group=group, inputs=0)
 

@@ -21,7 +21,7 @@ def tiny_text(loop: LoopRule | None = None) -> ModelConfig:
 
 
 def tiny_pointer_chase(loop: LoopRule | None = None) -> ModelConfig:
-    """The pointer-chase model: width 64, blocks 1 | 1 | 1, 4 heads; adaptive delta, trained at 1–4 and run to 6 loops."""
+    """The pointer-chase model: width 64, blocks 1 | 1 | 1, 4 heads; adaptive delta, trained at 1–4, run to 6 loops."""
     return ModelConfig(
         vocab_size=32,
         d_model=64,

@@ -46,7 +46,9 @@ def apply_stack(
 def _remat(letter: str, config: ModelConfig, runtime: Runtime):
     def sub_layer(x: Hidden, params: SubLayer, context: Context) -> Hidden:
         with jax.named_scope(f"layer_{letter}"):
-            return x + LAYERS[letter].apply(rms_norm(x, params.norm, eps=config.norm_eps), params.mixer, context, config)
+            return x + LAYERS[letter].apply(
+                rms_norm(x, params.norm, eps=config.norm_eps), params.mixer, context, config
+            )
 
     policy = POLICIES.get(runtime.remat)
     return sub_layer if policy is None else jax.checkpoint(sub_layer, policy=policy)

@@ -1,7 +1,7 @@
-"""The two ways to repeat a round: `scan_rounds` defines the result, `bounded_rounds` computes it at the batch's own cost.
+"""The two ways to repeat a round: `scan_rounds` defines the result, `bounded_rounds` stops with the deepest example.
 
-A round is `body(i, carry, operands) -> carry`, a pure function that leaves finished examples unchanged. Both forms agree
-bit for bit in value and gradient. The second stops at a trip count known only at run time, which reverse
+A round is `body(i, carry, operands) -> carry`, a pure function that leaves finished examples unchanged. Both forms
+agree bit for bit in value and gradient. The second stops at a trip count known only at run time, which reverse
 differentiation can't do by itself, so it brings its own backward pass: every round keeps what `jax.vjp` of the body
 would keep (everything, or less under `jax.checkpoint`) in buffers of `max_rounds`, and the backward pass walks them in
 reverse from the last round down to the first that carries a gradient.
@@ -47,7 +47,7 @@ def bounded_rounds(
 class _Saved:
     """Residuals of all rounds: stacked where a round made them, taken from the operands where no round changes them."""
 
-    stacked: list[Array | None]
+    stacked: list[Any]
     operands: Operands
     first: Int32[Array, ""]
     last: Int32[Array, ""]
@@ -78,7 +78,7 @@ def _forward(body: Body, max_rounds: int, first: Array, last: Array, carry: Carr
         carry, made = step(i, state[0], operands)
         return carry, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf), state[1], made)
 
-    shapes = jax.eval_shape(step, jnp.int32(0), carry, operands)[1]
+    _, shapes = jax.eval_shape(step, jnp.int32(0), carry, operands)
     buffers = jax.tree.map(lambda leaf: jnp.zeros((max_rounds, *leaf.shape), leaf.dtype), shapes)
     carry, buffers = lax.fori_loop(0, last, save, (carry, buffers))
     return carry, _Saved(stacked=buffers, operands=operands, first=first, last=last, **static)

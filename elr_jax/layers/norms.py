@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from elr_jax.typing import Array, Float
 
 
-def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, "D"] | None = None, *, eps: float) -> Float[Array, "*batch D"]:
+def rms_norm(
+    x: Float[Array, "*batch D"], scale: Float[Array, "D"] | None = None, *, eps: float
+) -> Float[Array, "*batch D"]:
     """x / √(mean(x²) + eps) ⊙ scale over the last axis; no scale means ones."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

@@ -50,7 +50,7 @@ class Dataset:
     num_examples: int | None
     """Examples of one epoch; None where they never come again."""
     settings: dict[str, Any]
-    """Everything the examples depend on; saved with a run, see `check_same_data`."""
+    """Everything the examples depend on; saved with a run, which is resumed with the same alone."""
 
     @property
     def fingerprint(self) -> str:
@@ -168,18 +168,6 @@ def batches(
     shares = dataset.examples.batch(batch_size // process_count, drop_remainder=True)
     mine = shares[start * process_count + process_index : whole * process_count : process_count]
     return _read_ahead(mine)
-
-
-def check_same_data(saved: dict[str, Any], dataset: Dataset) -> None:
-    """Refuse a dataset other than the one whose settings were saved, naming what differs."""
-    missing = "nothing"
-    differing = [
-        f"{name} {saved.get(name, missing)!r} → {dataset.settings.get(name, missing)!r}"
-        for name in sorted(saved.keys() | dataset.settings.keys())
-        if saved.get(name, missing) != dataset.settings.get(name, missing)
-    ]
-    if differing:
-        raise ElrError(f"the data changed since this run began ({', '.join(differing)}): restore it or start a new run")
 
 
 def _read_ahead(shares: grain.MapDataset) -> Iterator[Batch]:

@@ -60,7 +60,13 @@ def evaluate(
 
 
 def _score(
-    params: model.Params, batch: Batch, loops: Int32[Array, ""], key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
+    params: model.Params,
+    batch: Batch,
+    loops: Int32[Array, ""],
+    key: PRNGKeyArray,
+    *,
+    config: ModelConfig,
+    runtime: Runtime,
 ) -> Float[Array, "3"]:
     """Summed loss, right answers and weight at one loop count."""
     depth = jnp.full(batch.tokens.shape[0], loops)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from elr_jax import flops, model
 from elr_jax.config import ModelConfig, from_dict
@@ -37,8 +38,8 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty after SIGTERM).
 
     Raises:
-        ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or a
-            write that failed.
+        ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or
+            a write that failed.
     """
     if training.vocab_size > recipe.model.vocab_size:
         raise ElrError(
@@ -56,7 +57,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log)
     results: list[LoopResult] = []
     with log, _stop_on_sigterm() as stopped:
-        reporter = _Reporter(recipe, training.examples[0]["tokens"].shape[0], log)
+        reporter = _Reporter(recipe, _length(training), log)
         for number, batch in enumerate(_my_batches(training, recipe, first), start=first + 1):
             state, metrics = step(state, batch)
             reporter.report(number, metrics)
@@ -145,6 +146,12 @@ def _evaluate(
     return results
 
 
+def _length(data: Dataset) -> int:
+    example = data.examples[0]
+    assert example is not None, "datasets are not filtered, so every index has an example"
+    return example["tokens"].shape[0]
+
+
 class _Reporter:
     """Reports step t − 1 while step t runs, so that reading metrics never keeps the device waiting."""
 
@@ -165,12 +172,13 @@ class _Reporter:
         number, metrics = self._pending
         self._pending = None
         metrics = jax.device_get(metrics)
+        recipe, rounds = self._recipe, float(metrics.executed_rounds)
+        loops = range(1, recipe.model.loop.max_loops + 1)
         by_depth = {
             k: float(loss / weight)
-            for k, (loss, weight) in enumerate(zip(metrics.by_depth.loss, metrics.by_depth.weight, strict=True), start=1)
+            for k, loss, weight in zip(loops, metrics.by_depth.loss, metrics.by_depth.weight, strict=True)
             if weight
         }
-        recipe, rounds = self._recipe, float(metrics.executed_rounds)
         done = flops.train_flops(recipe.model, seq_len=self._seq_len, sequences=recipe.batch_size, rounds=rounds)
         tokens = recipe.batch_size * self._seq_len
         speed = self._log.progress(number, loss=float(metrics.loss), loss_by_depth=by_depth, tokens=tokens, flops=done)
@@ -178,7 +186,7 @@ class _Reporter:
             "loss": float(metrics.loss),
             **{f"loss_{k}": value for k, value in by_depth.items()},
             "grad_norm": float(metrics.grad_norm),
-            "learning_rate": float(self._rate(number - 1)),
+            "learning_rate": float(jnp.asarray(self._rate(number - 1))),
             "executed_rounds": int(metrics.executed_rounds),
             "useful_rounds": int(metrics.useful_rounds),
             "skipped": int(metrics.skipped),

@@ -33,7 +33,9 @@ class Recipe:
             if value is not None and value < 1:
                 raise ElrError(f"{name}={value} must be at least 1")
         if self.batch_size % self.microbatches:
-            raise ElrError(f"batch_size={self.batch_size} can't be cut into microbatches={self.microbatches}: use a divisor")
+            raise ElrError(
+                f"batch_size={self.batch_size} can't be cut into microbatches={self.microbatches}: use a divisor"
+            )
         if self.depth.max_loops > self.model.loop.max_loops:
             raise ElrError(
                 f"the depth law draws up to {self.depth.max_loops} loops but model.loop.max_loops="

@@ -27,7 +27,8 @@ class TrainState:
     """Everything a run carries from step to step; `key` never changes, draws fold it with the step."""
 
     step: Int32[Array, ""]
-    params: model.Params
+    params: Any
+    """A `model.Params`; optax has a type of that name for any tree."""
     opt_state: Any
     key: PRNGKeyArray
     skipped: Int32[Array, ""]
@@ -55,7 +56,7 @@ class StepMetrics:
 def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, a function of the recipe's seed alone."""
     init_key, run_key = jax.random.split(jax.random.key(recipe.seed))
-    params = model.init(init_key, recipe.model)
+    params: Any = model.init(init_key, recipe.model)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(step=zero, params=params, opt_state=optimizer.init(params), key=run_key, skipped=jnp.copy(zero))
 
@@ -80,7 +81,7 @@ def train_step(
     parts = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, noise_keys))
     gradient, sums = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
 
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     finite = jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
@@ -121,15 +122,15 @@ def batch_loss(
 
 def accumulate(
     loss_function: Callable[..., tuple[Float[Array, ""], DepthSums]],
-    params: model.Params,
+    params: Any,
     parts: Any,
     *,
     total: Float[Array, ""],
-) -> tuple[model.Params, DepthSums]:
+) -> tuple[Any, DepthSums]:
     """Gradient of Σ over parts of loss / total, and the summed metrics; parts are stacked on their first axis."""
     scale = 1.0 / jnp.maximum(total, 1.0)
 
-    def one(carry: tuple[model.Params, DepthSums], part: Any):
+    def one(carry: tuple[Any, DepthSums], part: Any):
         (_, sums), gradient = jax.value_and_grad(loss_function, has_aux=True)(params, part)
         gradient = jax.tree.map(lambda g: g * scale, gradient)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None

@@ -53,13 +53,14 @@ def test_resuming_leaves_each_step_once(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 11))
 
 
-def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+@pytest.mark.parametrize("cut", ['{"step": 4, "lo', '{"step": 4, "loss": 6.0}'])
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path, cut):
     run(tmp_path, range(1, 4))
     with (tmp_path / FILE).open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write(cut)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
-    run(tmp_path, [4], resume_step=3)
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    run(tmp_path, [5], resume_step=4)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 5]
     assert len((tmp_path / FILE).read_text().splitlines()) == 4
 
 

@@ -1,0 +1,40 @@
+"""Language models of elastic depth: one set of parameters, run at any loop count, per example.
+
+import elr_jax as elr
+
+config = elr.presets.tiny_text()
+params = elr.init(jax.random.key(0), config)
+logits = elr.apply(params, tokens, depth, config=config)  # depth: int32 [B]
+"""
+
+from elr_jax import depth, flops, presets
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, from_dict, to_dict
+from elr_jax.errors import ElrError
+from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
+from elr_jax.model import Params, abstract, apply, init, param_specs, states
+from elr_jax.params import ParamSpec, count_params
+
+__all__ = [
+    "AttentionConfig",
+    "DepthSums",
+    "ElrError",
+    "LoopRule",
+    "MLPConfig",
+    "ModelConfig",
+    "ParamSpec",
+    "Params",
+    "Runtime",
+    "abstract",
+    "apply",
+    "count_params",
+    "cross_entropy",
+    "depth",
+    "flops",
+    "from_dict",
+    "init",
+    "param_specs",
+    "presets",
+    "states",
+    "sum_by_depth",
+    "to_dict",
+]
