@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.strategies import configure_tagged_union
@@ -57,6 +57,7 @@ class MLPConfig:
 
     def __post_init__(self):
         _positive("mlp.d_ff", self.d_ff)
+        _known_choices("mlp.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,7 @@ class LoopRule:
 
     def __post_init__(self):
         _positive("loop.max_loops", self.max_loops)
-        for name, allowed in _choices(LoopRule).items():
-            if getattr(self, name) not in allowed:
-                raise ElrError(f"loop.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
+        _known_choices("loop.", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +99,7 @@ class ModelConfig:
     """Start of the sub-layers' output projections: divided by √(number of sub-layers), or zero."""
 
     def __post_init__(self):
+        _known_choices("", self)
         _positive("vocab_size", self.vocab_size)
         _positive("d_model", self.d_model)
         for name in ("prelude", "core", "coda"):
@@ -128,14 +128,21 @@ class Runtime:
     remat: Literal["none", "dots", "layer", "round"] = "none"
     """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
 
+    def __post_init__(self):
+        _known_choices("runtime.", self)
+
 
 def _positive(name: str, value: int) -> None:
     if value < 1:
         raise ElrError(f"{name}={value} must be at least 1")
 
 
-def _choices(cls: type) -> dict[str, tuple[str, ...]]:
-    return {f.name: f.type.__args__ for f in dataclasses.fields(cls) if getattr(f.type, "__origin__", None) is Literal}  # type: ignore[union-attr]
+def _known_choices(prefix: str, config: Any) -> None:
+    """Refuse a value outside its field's `Literal`."""
+    for field_ in dataclasses.fields(config):
+        value, allowed = getattr(config, field_.name), get_args(field_.type)
+        if get_origin(field_.type) is Literal and value not in allowed:
+            raise ElrError(f"{prefix}{field_.name}={value!r} is unknown: choose one of {', '.join(allowed)}")
 
 
 def _converter(unions: tuple[Any, ...]) -> cattrs.Converter:

@@ -40,10 +40,9 @@ def evaluate(
     """Scores at 1 … max_loops loops of the same batches; `key` feeds a random initial state."""
     loops = range(1, config.loop.max_loops + 1)
     key = jax.random.key(0) if key is None else key
-    score = jax.jit(partial(_score, config=config, runtime=runtime))
     sums: Any = None
     for batch in data:
-        scored = [score(params, batch, jnp.int32(k), key) for k in loops]
+        scored = [_score(params, batch, jnp.int32(k), key, config=config, runtime=runtime) for k in loops]
         batch_sums = jnp.stack(scored), residuals(params, batch, key, config=config, runtime=runtime)
         sums = batch_sums if sums is None else jax.tree.map(jnp.add, sums, batch_sums)
     (loss, right, weight), (moved, tokens) = (table.T.tolist() for table in sums)
@@ -59,6 +58,7 @@ def evaluate(
     ]
 
 
+@partial(jax.jit, static_argnames=("config", "runtime"))
 def _score(
     params: model.Params,
     batch: Batch,

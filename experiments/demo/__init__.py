@@ -1,0 +1,1 @@
+"""The project's main point in ten minutes on two CPU cores."""

@@ -1,0 +1,94 @@
+"""Table and figure of elastic text."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.elastic_text.claims import CLAIMS
+from experiments.reporting import (
+    COST_HEADER,
+    NO_VALUE,
+    Table,
+    claims_table,
+    cost_columns,
+    figure,
+    level_with_band,
+    line_with_band,
+    loops_axis,
+    mean_and_spread,
+    provenance,
+    write_section,
+)
+from experiments.results import Results
+from experiments.sweep import Cell
+
+UNIT = "bits_per_byte"
+PLAIN = {"plain": "black", "plain_equal_compute": "tab:gray"}
+
+
+def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> None:
+    """Rewrite the preset's section of the README and its figure."""
+    path = Path("figures") / f"{preset}.png"
+    elastic = [cell.name for cell in cells if cell.name in results.cells and _is_mixed(cell)]
+    if results.cells:
+        with figure(folder / path, columns=2, sharey=True) as (left, right):
+            draw_by_loops(left, results, elastic)
+            draw_by_compute(right, results, elastic)
+    parts = [
+        provenance(results, cells),
+        loops_table(results).markdown(),
+        *([f"![Bits per byte against loops and against training compute]({path})"] if results.cells else []),
+        claims_table(CLAIMS, results).markdown(),
+    ]
+    write_section(folder / "README.md", preset, "\n\n".join(parts))
+
+
+def loops_table(results: Results, *, costs: bool = True) -> Table:
+    """Bits per byte at each loop count, and what they cost, a row for each cell."""
+    scores = {name: results.values(name, UNIT) for name in results.cells}
+    loops = max((values.shape[1] for values in scores.values()), default=0)
+    rows = []
+    for name, values in scores.items():
+        shown = [mean_and_spread(column) for column in values.T]
+        rows.append([name, *shown, *[NO_VALUE] * (loops - len(shown)), *(cost_columns(results, name) if costs else ())])
+    counts = [f"{k} loop{'s' * (k > 1)}" for k in range(1, loops + 1)]
+    return Table(["bits per byte", *counts, *(COST_HEADER if costs else ())], rows)
+
+
+def draw_by_loops(axis: Any, results: Results, elastic: list[str]) -> None:
+    """A line for each mixed-depth cell; the plain models, which have no loops, as levels."""
+    for name, color in PLAIN.items():
+        if name in results.cells:
+            level_with_band(axis, results.values(name, UNIT)[:, 0], color=color, label=name)
+    for number, name in enumerate(elastic):
+        line_with_band(axis, results.values(name, UNIT), color=f"C{number}", label=name)
+    loops_axis(axis, max((results.values(name, UNIT).shape[1] for name in elastic), default=1))
+    axis.set_ylabel("validation bits per byte")
+    axis.legend(fontsize="small")
+
+
+def draw_by_compute(axis: Any, results: Results, elastic: list[str]) -> None:
+    """One loop (open) and the best loop count (filled) of each cell against what its training executed."""
+    for number, name in enumerate(elastic):
+        compute, curve = _compute(results, name), results.mean(name, UNIT)
+        axis.plot([compute] * 2, [curve[0], curve.min()], color=f"C{number}", alpha=0.5)
+        axis.plot(compute, curve[0], "o", color=f"C{number}", markerfacecolor="white")
+        axis.plot(compute, curve.min(), "o", color=f"C{number}")
+    plain = [name for name in PLAIN if name in results.cells]
+    points = [(_compute(results, name), results.mean(name, UNIT)[0]) for name in plain]
+    if points:
+        axis.plot(*zip(*points, strict=True), "s--", color="black", label="plain, two lengths of training")
+    axis.plot([], [], "o", color="gray", markerfacecolor="white", label="elastic at one loop")
+    axis.plot([], [], "o", color="gray", label="elastic at its best loop count")
+    axis.set_xlabel("training compute, TFLOP executed")
+    axis.legend(fontsize="small")
+
+
+def _compute(results: Results, name: str) -> float:
+    return float(np.mean([line["train_flops"] for line in results.of(name)])) / 1e12
+
+
+def _is_mixed(cell: Cell) -> bool:
+    """Trained at several depths; a specialist's collapse elsewhere would hide the others' differences."""
+    return np.count_nonzero(cell.recipe.depth.marginal()) > 1

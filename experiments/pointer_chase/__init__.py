@@ -1,0 +1,1 @@
+"""Does each loop solve one more hop, in one model trained over mixed depths?"""

@@ -1,0 +1,162 @@
+"""A sweep over cells and seeds that may be stopped anywhere and run again.
+
+A cell is a recipe and a task under a name. Each finished cell and seed becomes one line of the experiment's
+`results.jsonl`; a rerun skips those whose recipe is unchanged, and goes on with half-finished ones from their newest
+checkpoint.
+"""
+
+import dataclasses
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from elr_jax import flops
+from elr_jax.config import digest
+from elr_jax.errors import ElrError
+from elr_jax.train.metrics import read_metrics
+from elr_jax.train.runner import load_params, train
+from elr_jax.train.settings import Launch, Recipe
+from experiments.results import FILE, Line, Results, append_line, read_lines
+from experiments.tasks import Task
+
+ROOT = Path(__file__).parent
+Preset = Literal["cpu", "paper", "smoke"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One point of a sweep; the recipe's seed is replaced by each of the sweep's."""
+
+    name: str
+    recipe: Recipe
+    task: Task
+    eval_batches: int = 20
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything that decides the results, except the seed."""
+        recipe = {name: value for name, value in self.recipe.to_dict().items() if name != "seed"}
+        return digest({"recipe": recipe, "task": self.task.settings, "eval_batches": self.eval_batches})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What every experiment's command takes."""
+
+    preset: Preset = "cpu"
+    """`cpu`: minutes a cell on two cores. `paper`: sizes for accelerators. `smoke`: a few steps, to see it run."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    only: tuple[str, ...] = ()
+    """Names of the cells to run; all when none is given."""
+    report: bool = False
+    """Run nothing: only rewrite the tables and figures from the results there are."""
+    runs: str = "runs"
+    """Folder of checkpoints, metrics and tokenised text; may be deleted once cells have finished."""
+
+    def folder(self, question: str) -> Path:
+        """Where results, README and figures are: the experiment's own folder, but `runs` for a smoke run."""
+        return Path(self.runs) / question / "smoke" if self.preset == "smoke" else ROOT / question
+
+
+def answer(
+    question: str, flags: Flags, cells: list[Cell], report: Callable[[Path, str, Results, list[Cell]], None]
+) -> None:
+    """Run the cells that are not finished yet, then report on all there are."""
+    unknown = set(flags.only) - {cell.name for cell in cells}
+    if unknown:
+        names = ", ".join(cell.name for cell in cells)
+        raise ElrError(f"--only {' '.join(sorted(unknown))} is no cell of {question}: choose from {names}")
+    folder = flags.folder(question)
+    chosen = [cell for cell in cells if not flags.only or cell.name in flags.only]
+    if not flags.report:
+        run_cells(question, flags.preset, chosen, flags.seeds, results=folder / FILE, runs=Path(flags.runs))
+    report(folder, flags.preset, Results(read_lines(folder / FILE), flags.preset), cells)
+
+
+def run_cells(
+    question: str, preset: str, cells: list[Cell], seeds: tuple[int, ...], *, results: Path, runs: Path
+) -> bool:
+    """Run every cell with every seed, whole seeds first; False when SIGTERM stopped it."""
+    total = len(cells) * len(seeds)
+    for number, (seed, cell) in enumerate(((seed, cell) for seed in seeds for cell in cells), start=1):
+        key = {"question": question, "preset": preset, "cell": cell.name, "seed": seed, "digest": cell.digest}
+        title = f"[{number}/{total}] {question} {preset} {cell.name} seed {seed}"
+        if any(key.items() <= line.items() for line in read_lines(results)):
+            print(f"{title}: finished before", flush=True)
+            continue
+        print(title, flush=True)
+        # a changed recipe gets a folder of its own, so it never meets the checkpoints of the old one
+        line = run_cell(cell, seed, runs / question / preset / f"{cell.name}-s{seed}-{cell.digest[:6]}")
+        if line is None:
+            print("stopped; the same command goes on from here", flush=True)
+            return False
+        append_line(results, key | line)
+    return True
+
+
+def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
+    """Train one cell, or the rest of it, and return its result; None when SIGTERM stopped it."""
+    recipe = dataclasses.replace(cell.recipe, seed=seed)
+    training = cell.task.open("train", seed=seed)
+    validation = cell.task.open("validation", seed=0)  # the same for all seeds
+    launch = Launch(out=str(out), eval_batches=cell.eval_batches, save_every=max(1, recipe.steps // 6))
+    scores = train(recipe, launch, training=training, validation=validation)
+    if not scores:
+        return None
+    params, _ = load_params(str(out))
+    names = [name for name, value in scores[0]._asdict().items() if name != "loops" and value is not None]
+    metrics = {name: [round(getattr(score, name), 6) for score in scores] for name in names}
+    seq_len = training.examples[0]["tokens"].shape[0]
+    return {
+        "metrics": metrics | cell.task.measure(params, recipe.model),
+        **cost(out, recipe, seq_len=seq_len),
+        "data": training.fingerprint,
+        **environment(),
+    }
+
+
+def cost(out: Path, recipe: Recipe, *, seq_len: int) -> dict[str, Any]:
+    """What a finished run cost: parameters, steps, rounds a row, operations, seconds."""
+    steps = [line for line in read_metrics(out) if "executed_rounds" in line]
+    executed, useful = (sum(line[name] for line in steps) for name in ("executed_rounds", "useful_rounds"))
+    rows = recipe.batch_size * len(steps)
+    gaps = np.diff([line["time"] for line in steps])
+    return {
+        "params": flops.num_params(recipe.model),
+        "steps": recipe.steps,
+        "tokens": rows * seq_len,
+        "executed_rounds": round(executed / rows, 4),
+        "useful_rounds": round(useful / rows, 4),
+        "train_flops": flops.train_flops(recipe.model, seq_len=seq_len, sequences=rows, rounds=executed),
+        # a step that took twenty times the median held a pause between two launches
+        "seconds": round(float(np.minimum(gaps, 20 * np.median(gaps)).sum()), 1) if gaps.size else 0.0,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Where and when a result was made."""
+    device = jax.devices()[0]
+    cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
+    return {
+        "device": f"{jax.device_count()} {device.device_kind}{cores}",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,57 @@
+"""Loop rules and small models that several test files share."""
+
+import jax
+import jax.numpy as jnp
+
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+
+RULES = {
+    "elr": LoopRule(),
+    "dory": LoopRule(initial="copy", inject="residual", update="replace", boundary="unit"),
+    "parcae": LoopRule(initial="random", inject="gated", update="replace", readout="linear"),
+    "huginn": LoopRule(initial="random", inject="concat", update="replace"),
+    "residual": LoopRule(initial="zero", inject="residual", update="residual"),
+    "delta": LoopRule(initial="zero", inject="concat", update="delta", boundary="rms", readout="linear"),
+}
+
+
+def small_model(rule: LoopRule, *, prelude: str = "*", core: str = "S-", coda: str = "-", **changes) -> ModelConfig:
+    """A model of width 8 with grouped heads, 13 tokens and a window of 3."""
+    return ModelConfig(
+        **{
+            "vocab_size": 13,
+            "d_model": 8,
+            "prelude": prelude,
+            "core": core,
+            "coda": coda,
+            "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=3),
+            "mlp": MLPConfig(d_ff=12),
+            "loop": rule,
+            **changes,
+        }
+    )
+
+
+def perturb(params, *, seed: int = 0, scale: float = 0.3):
+    """Parameters away from their start, so that no gate, scale or bias sits at a special value."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [leaf + scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def assert_same_bits(actual, expected):
+    """Every leaf equal bit for bit, NaN included."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, one), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        same = jnp.array_equal(one, other, equal_nan=True)
+        assert same, f"{jax.tree_util.keystr(path)} differs by up to {jnp.abs(one - other).max()}"
+
+
+def assert_close(actual, expected, *, rtol: float = 1e-5):
+    """Every leaf equal within `rtol` of its own largest value."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, one), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        error, size = jnp.abs(one - other).max(), jnp.abs(other).max()
+        assert error <= rtol * size, f"{jax.tree_util.keystr(path)} is off by {error} of {size}"

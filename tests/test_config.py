@@ -1,0 +1,83 @@
+"""Configs: what is refused, in one line with value and mend, and the way through JSON."""
+
+import dataclasses
+import json
+
+import pytest
+from cases import RULES, small_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elr_jax import presets
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, digest, from_dict, to_dict
+from elr_jax.errors import ElrError
+
+MODEL = small_model(LoopRule())
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+
+
+def model(**changes):
+    return dataclasses.replace(MODEL, **changes)
+
+
+BAD = [
+    (lambda: model(core="*x-"), "core='*x-' has the unknown letter 'x' at 1: use '*' (full attention), 'S' "),
+    (lambda: model(prelude="s"), "prelude='s' has the unknown letter 's' at 0: use "),
+    (lambda: model(coda="- "), "coda='- ' has the unknown letter ' ' at 1: use "),
+    (lambda: model(core=""), "core='' is empty: a looped model needs at least one layer"),
+    (lambda: model(vocab_size=0), "vocab_size=0 must be at least 1"),
+    (lambda: model(d_model=-8), "d_model=-8 must be at least 1"),
+    (lambda: model(residual_init="zeros"), "residual_init='zeros' is unknown: choose one of scaled, zero"),
+    (lambda: MLPConfig(d_ff=0), "mlp.d_ff=0 must be at least 1"),
+    (lambda: MLPConfig(d_ff=8, kind="gelu"), "mlp.kind='gelu' is unknown: choose one of swiglu, squared_relu"),
+    (lambda: AttentionConfig(**{**ATTENTION, "num_heads": 5}), "attention.num_heads=5 is not a multiple of num_kv_heads=2"),
+    (lambda: AttentionConfig(**{**ATTENTION, "head_dim": 3}), "attention.head_dim=3 is odd: "),
+    (lambda: AttentionConfig(**ATTENTION, window=0), "attention.window=0 must be at least 1"),
+    (lambda: LoopRule(update="add"), "loop.update='add' is unknown: choose one of replace, residual, delta, adaptive_delta"),
+    (lambda: LoopRule(initial="noise"), "loop.initial='noise' is unknown: choose one of copy, zero, random"),
+    (lambda: LoopRule(max_loops=0), "loop.max_loops=0 must be at least 1"),
+    (lambda: Runtime(dtype="float16"), "runtime.dtype='float16' is unknown: choose one of float32, bfloat16"),
+    (lambda: Runtime(remat="all"), "runtime.remat='all' is unknown: choose one of none, dots, layer, round"),
+    (lambda: Runtime(loop="while"), "runtime.loop='while' is unknown: choose one of bounded, scan"),
+]
+
+
+@pytest.mark.parametrize("make, message", BAD, ids=[message.split(" ")[0] for _, message in BAD])
+def test_a_bad_value_is_refused_with_the_mend(make, message):
+    with pytest.raises(ElrError) as error:
+        make()
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values())])
+def test_json_keeps_a_config(config):
+    data = to_dict(config)
+    assert from_dict(ModelConfig, json.loads(json.dumps(data))) == config
+
+
+@given(st.sampled_from(sorted(to_dict(MODEL))), st.booleans())
+def test_a_missing_or_unknown_key_is_named(key, missing):
+    data = to_dict(MODEL)
+    value = data.pop(key)
+    if not missing:
+        data |= {key: value, f"{key}_2": value}
+    elif key in ("loop", "tie_embeddings", "norm_eps", "residual_init"):
+        assert from_dict(ModelConfig, data) == MODEL
+        return
+    with pytest.raises(ElrError, match=f"^ModelConfig can't be read: .*{key if missing else key + '_2'}") as error:
+        from_dict(ModelConfig, data)
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_refused_by_a_nested_config_is_told_in_one_line():
+    data = to_dict(MODEL)
+    data["attention"]["window"] = 0
+    with pytest.raises(ElrError, match=r"attention.window=0 must be at least 1") as error:
+        from_dict(ModelConfig, data)
+    assert "\n" not in str(error.value)
+
+
+def test_a_digest_follows_values_and_not_their_order():
+    assert digest({"a": 1, "b": [2, 3]}) == digest({"b": [2, 3], "a": 1})
+    assert len({digest(to_dict(small_model(rule))) for rule in RULES.values()}) == len(RULES)

@@ -1,0 +1,178 @@
+"""Laws of the whole model: depths of a batch, both forms of the loop, documents, positions and number types."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RULES, assert_close, assert_same_bits, perturb, small_model
+
+from elr_jax import model
+from elr_jax.config import AttentionConfig, MLPConfig, Runtime
+from elr_jax.errors import ElrError
+from elr_jax.losses import cross_entropy
+
+KEY = jax.random.key(5)
+DEPTHS = [2, 1, 3]
+ROWS, LENGTH = len(DEPTHS), 6
+TOKENS = jax.random.randint(KEY, (ROWS, LENGTH), 0, 13)
+KEYS = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(ROWS))
+
+
+def configure(name, max_loops=3, **changes):
+    return small_model(dataclasses.replace(RULES[name], max_loops=max_loops), **changes)
+
+
+def params_of(config):
+    return perturb(model.init(KEY, config), scale=0.1)
+
+
+@partial(jax.jit, static_argnames=("config", "runtime", "backprop_loops"))
+def gradient(params, depth, tokens=TOKENS, *, config, runtime, backprop_loops=None):
+    """Logits and the gradient of a loss that weighs every token differently."""
+
+    def loss(params):
+        logits = model.apply(
+            params, tokens, depth, config=config, runtime=runtime, key=KEYS, backprop_loops=backprop_loops
+        )
+        weights = 1 + jnp.sin(jnp.arange(tokens.size).reshape(tokens.shape))
+        return jnp.sum(weights * cross_entropy(logits, tokens[:, ::-1])), logits
+
+    (_, logits), grad = jax.value_and_grad(loss, has_aux=True)(params)
+    return logits, grad
+
+
+@partial(jax.jit, static_argnames=("config", "runtime"))
+def forward(params, tokens, depth, key=None, segment_ids=None, positions=None, *, config, runtime=Runtime()):
+    return model.apply(
+        params, tokens, depth, config=config, runtime=runtime, key=key, segment_ids=segment_ids, positions=positions
+    )
+
+
+LAWS = [
+    ("elr", {"core": "*"}, "dots", None),
+    ("dory", {"core": "S-"}, "layer", 1),
+    pytest.param("parcae", {"core": "-", "coda": "S"}, "none", 2),
+    pytest.param("huginn", {"core": "*-S-", "tie_embeddings": True}, "round", 2, marks=pytest.mark.slow),
+    pytest.param("residual", {"core": "S", "prelude": ""}, "none", None, marks=pytest.mark.slow),
+    pytest.param("delta", {"core": "*-", "mlp": MLPConfig(d_ff=12, kind="squared_relu")}, "layer", 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, changes, remat, backprop_loops", LAWS)
+def test_bounded_is_scan_bit_for_bit(name, changes, remat, backprop_loops):
+    config = configure(name, **changes)
+    bounded, scan = (Runtime(loop=form, remat=remat) for form in ("bounded", "scan"))
+    run = partial(gradient, params_of(config), config=config, backprop_loops=backprop_loops)
+    for depth in (DEPTHS, [2, 2, 2], [1, 1, 1]):
+        assert_same_bits(run(jnp.array(depth), runtime=bounded), run(jnp.array(depth), runtime=scan))
+
+
+@pytest.mark.parametrize("name, changes, remat, backprop_loops", LAWS)
+def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
+    deep, shallow = (configure(name, loops, **changes) for loops in (3, 2))
+    run = partial(gradient, params_of(deep), jnp.full(ROWS, 2), backprop_loops=backprop_loops)
+    scan = Runtime(loop="scan", remat=remat)
+    assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
+
+
+@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S-")])
+def test_a_row_alone_is_the_same_row_in_a_batch(name, core):
+    config = configure(name, core=core)
+    params = params_of(config)
+    together = forward(params, TOKENS, jnp.array(DEPTHS), KEYS, config=config)
+    for row, depth in enumerate(DEPTHS):
+        one = slice(row, row + 1)
+        assert_close(forward(params, TOKENS[one], jnp.array([depth]), KEYS[one], config=config), together[one])
+
+
+def test_a_key_for_the_batch_stands_for_one_of_each_row():
+    config = configure("parcae", core="S-")
+    run = partial(forward, params_of(config), TOKENS, jnp.array(DEPTHS), config=config)
+    assert_same_bits(run(KEY), run(KEYS))
+    assert (run(KEYS[::-1]) != run(KEYS)).any()
+
+
+def test_states_are_the_loops_states():
+    """One more pass of coda and head over the last of them gives the logits."""
+    config = configure("elr", coda="")
+    params = params_of(config)
+    states = jax.jit(partial(model.states, config=config))(params, TOKENS, jnp.array(DEPTHS))
+    assert states.shape == (4, ROWS, LENGTH, 8)
+    last = states[-1]
+    normed = last / jnp.sqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * params.norm
+    assert_close(normed @ params.head, forward(params, TOKENS, jnp.array(DEPTHS), config=config))
+    assert_same_bits(states[2, 0], states[3, 0])
+
+
+def test_a_tied_head_is_the_embedding():
+    tied, untied = configure("elr", tie_embeddings=True), configure("elr")
+    params = params_of(tied)
+    run = partial(forward, tokens=TOKENS, depth=jnp.array(DEPTHS))
+    assert_close(run(params, config=tied), run(params.replace(head=params.embedding.T), config=untied))
+
+
+@pytest.mark.parametrize("letters", ["*-", "S-"])
+def test_the_future_and_other_documents_do_not_matter(letters):
+    """Their gradient is exactly zero, for 160 tokens so that a window of 3 runs in blocks."""
+    config = configure("elr", prelude=letters, core=letters, coda="")
+    params = params_of(config)
+    segments = jnp.where(jnp.arange(160) < 70, 1, 2)[None]
+    tokens = jax.random.randint(KEY, (1, 160), 0, 13)
+
+    @jax.jit
+    def influence(entry):
+        """d logits[120] of the embedded tokens."""
+        params_with = params.replace(embedding=entry, head=params.head)
+        ids = jnp.arange(160)[None]
+        logits = model.apply(params_with, ids, jnp.array([3]), config=config, segment_ids=segments)
+        return jnp.sum(jnp.square(logits[0, 120]))
+
+    moved = jnp.abs(jax.grad(influence)(params.embedding[tokens[0]])).sum(-1)
+    assert not moved[:70].any(), "another document"
+    assert not moved[121:].any(), "the future"
+    reach = 120 - 4 * 2 if "S" in letters else 70
+    assert moved[reach:121].all() and not moved[70:reach].any()
+
+
+def test_positions_count_relative_to_each_other():
+    config = configure("elr")
+    params = params_of(config)
+    run = partial(forward, params, TOKENS, jnp.array(DEPTHS), config=config)
+    steps = jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape)
+    assert_close(run(positions=steps + 37), run(), rtol=2e-5)
+    assert_same_bits(run(positions=steps), run(positions=None))
+    assert (jnp.abs(run(positions=2 * steps) - run()) > 1e-3).any()
+    free = configure("elr", attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=3, window=3, rope_base=None))
+    anywhere = partial(forward, params_of(free), TOKENS, jnp.array(DEPTHS), config=free)
+    assert_same_bits(anywhere(positions=2 * steps), anywhere(positions=steps))
+
+
+@pytest.mark.parametrize("name", ["elr", pytest.param("parcae", marks=pytest.mark.slow)])
+def test_bfloat16_computes_close_to_float32(name):
+    config = configure(name)
+    params = params_of(config)
+    run = partial(gradient, params, jnp.array(DEPTHS), config=config)
+    (logits, grad), (logits16, grad16) = (run(runtime=Runtime(dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    losses, losses16 = (float(cross_entropy(x, TOKENS).mean()) for x in (logits, logits16))
+    assert losses16 == pytest.approx(losses, rel=2e-2) and losses16 != losses
+    assert logits16.dtype == jnp.float32
+    for (path, leaf), exact in zip(jax.tree.leaves_with_path(grad16), jax.tree.leaves(grad), strict=True):
+        assert leaf.dtype == jnp.float32, jax.tree_util.keystr(path)
+        assert jnp.linalg.norm(leaf - exact) < 0.1 * jnp.linalg.norm(exact), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("depth, bad", [([0, 1, 1], "0"), ([1, 4, 2], "4"), ([-3, 1, 9], "-3")])
+def test_a_depth_out_of_range_is_refused_with_its_value(depth, bad):
+    config = configure("elr")
+    for function in (model.apply, model.states):
+        with pytest.raises(ElrError, match=rf"^depth {bad} is outside 1…3: .*loop\.max_loops$"):
+            function(model.abstract(config), TOKENS, np.array(depth), config=config)
+
+
+def test_a_random_start_needs_a_key():
+    config = configure("huginn")
+    with pytest.raises(ElrError, match="pass key="):
+        jax.eval_shape(partial(model.apply, config=config), model.abstract(config), TOKENS, jnp.array(DEPTHS))

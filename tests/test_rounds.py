@@ -1,0 +1,114 @@
+"""The bounded loop as a function of its own: any carry, any operands, its range of gradients and what it keeps."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+from cases import RULES, assert_close, assert_same_bits, small_model
+
+from elr_jax import model
+from elr_jax.config import Runtime
+from elr_jax.residual import POLICIES
+from elr_jax.rounds import bounded_rounds, scan_rounds
+
+
+def body(i, carry, operands):
+    """Integers ride along in carry and operands; a carry counts the rounds."""
+    state, count = carry
+    weights, (shift, bias) = operands
+    return {"next": jnp.sin(state["next"] @ weights + bias * i) + jnp.roll(state["next"], shift, 0)}, count + shift
+
+
+CARRY = {"next": jnp.arange(12.0).reshape(3, 4) / 7}, jnp.int32(0)
+OPERANDS = jnp.eye(4) / 2 + 0.1, (jnp.int32(1), jnp.arange(4.0))
+
+
+@jax.jit
+def bounded(last, carry, operands):
+    return pulled(lambda c, o: bounded_rounds(body, 5, jnp.int32(0), last, c, o), carry, operands)
+
+
+def pulled(function, carry, operands):
+    (state, count), pull = jax.vjp(function, carry, operands)
+    zero = jnp.zeros((), jax.dtypes.float0)
+    (into, _), (weights, (_, bias)) = pull(({"next": jnp.cos(state["next"])}, zero))
+    return state, count, into, weights, bias
+
+
+def test_any_trip_count_is_a_loop_of_that_length():
+    for last in range(1, 6):
+        unrolled = pulled(lambda c, o, n=last: scan_rounds(body, n, c, o), CARRY, OPERANDS)
+        assert_close(bounded(last, CARRY, OPERANDS), unrolled, rtol=1e-5)
+
+
+def test_no_round_is_the_identity():
+    state, count, into, weights, bias = bounded(0, CARRY, OPERANDS)
+    assert_same_bits((state, count), CARRY)
+    assert_same_bits(into, {"next": jnp.cos(CARRY[0]["next"])})
+    assert not weights.any() and not bias.any()
+
+
+def test_gradients_end_at_the_first_round():
+    """A body that drops cotangents before round 2 gets the same gradient whether the walk ends there or goes on."""
+
+    def cut(i, carry, operands):
+        new = jnp.tanh(carry @ operands)
+        return jnp.where(i >= 2, new, jax.lax.stop_gradient(new))
+
+    @jax.jit
+    def gradient(first, carry, weights):
+        return jax.vjp(lambda *a: bounded_rounds(cut, 5, first, jnp.int32(4), *a), carry, weights)[1](jnp.ones_like(carry))
+
+    whole, short = (gradient(first, CARRY[0]["next"], OPERANDS[0]) for first in (0, 2))
+    assert_same_bits(short, whole)
+    assert not whole[0].any() and whole[1].any()
+
+
+def test_gradients_of_bfloat16_operands_are_summed_in_float32():
+    """64 additions of 2⁻⁸ to 1 would all be lost in bfloat16."""
+
+    def add(i, carry, gain):
+        return carry + gain.astype(jnp.float32) * jnp.where(i == 63, 1.0, 2.0**-8)
+
+    gradient = jax.grad(lambda gain: bounded_rounds(add, 64, jnp.int32(0), jnp.int32(64), jnp.float32(0), gain))
+    assert float(gradient(jnp.bfloat16(1))) == 1.25
+
+
+def stored(config, runtime):
+    """Shapes of everything that a gradient's loops carry with a leading axis of the rounds."""
+    tokens, depth = jnp.zeros((2, 7), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def loss(params, depth):
+        return model.apply(params, tokens, depth, config=config, runtime=runtime, key=jax.random.key(0)).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(model.abstract(config), depth).jaxpr
+    found = [var.aval.shape for var in loop_carries(jaxpr)]
+    return [shape[1:] for shape in found if len(shape) > 1 and shape[0] == config.loop.max_loops]
+
+
+def loop_carries(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "while":
+            yield from equation.outvars
+        for inner in jaxprs_in_params(equation.params):
+            yield from loop_carries(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remat", ["none", *POLICIES])
+@pytest.mark.parametrize("name", ["elr", "parcae", "huginn"])
+def test_weights_are_not_kept_once_more_in_every_round(name, remat, dtype):
+    """11 rounds, and no size of a weight (8, 12, 2·4, 4·4) is a size of the activations, 2 rows of 7."""
+    rule = RULES[name].__class__(**{**vars(RULES[name]), "max_loops": 11})
+    config = small_model(rule, core="*-")
+    kept = stored(config, Runtime(remat=remat, dtype=dtype))
+    assert (2, 7, 8) in kept
+    weights = {leaf.shape for leaf in jax.tree.leaves(model.abstract(config)) if leaf.ndim > 1}
+    weights |= {(math.prod(shape),) for shape in weights} | {(8, 8), (8, 16), (16, 8)}
+    assert not weights & set(kept)
+    if remat == "round":
+        assert set(kept) <= {(2, 7, 8)}, "only the incoming state"
+    elif remat == "layer":
+        assert all(math.prod(shape) <= 2 * 7 * 8 for shape in kept), "only what has the size of a state"

@@ -1,0 +1,192 @@
+"""Whole runs: stopping and resuming leave no trace, and what may not change between launches is refused."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime
+from elr_jax.depth import PerExample
+from elr_jax.errors import ElrError
+from elr_jax.train import checkpoint, runner
+from elr_jax.train.data import synthetic_dataset
+from elr_jax.train.metrics import read_metrics
+from elr_jax.train.optim import OptimConfig, make_optimizer
+from elr_jax.train.runner import load_params, train
+from elr_jax.train.settings import Launch, Recipe
+from elr_jax.train.step import init_state
+
+RECIPE = Recipe(
+    model=ModelConfig(
+        vocab_size=8,
+        d_model=8,
+        prelude="",
+        core="-",
+        coda="",
+        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4),
+        mlp=MLPConfig(d_ff=8),
+        loop=LoopRule(initial="random", inject="residual", max_loops=2),
+    ),
+    depth=PerExample(max_loops=2),
+    optim=OptimConfig(optimizer="adamw", warmup_steps=2),
+    steps=6,
+    batch_size=4,
+    microbatches=2,
+)
+
+
+def example(rng):
+    tokens = rng.integers(0, 8, 5).astype(np.int32)
+    ones = np.ones(4, np.int32)
+    return {"tokens": tokens[:4], "targets": tokens[1:], "weights": ones.astype(np.float32), "segment_ids": ones}
+
+
+def dataset(split="train", seed=0, **changes):
+    endless = {"num_examples": 4 if split == "validation" else None}
+    return synthetic_dataset(example, vocab_size=8, settings={"made": 1} | changes, seed=seed, split=split, **endless)
+
+
+TRAINING, VALIDATION = dataset(), dataset("validation")
+
+
+def launch(out, recipe=RECIPE, training=TRAINING, **settings):
+    return train(recipe, Launch(out=str(out), **settings), training=training, validation=VALIDATION)
+
+
+def interrupt(monkeypatch, at, how):
+    """Do something just before the step of a number runs."""
+    original = runner.batches
+
+    def interrupted(data, size, *, start=0, **settings):
+        for number, batch in enumerate(original(data, size, start=start, **settings), start=start + 1):
+            if data is TRAINING and number == at:
+                how()
+            yield batch
+
+    monkeypatch.setattr(runner, "batches", interrupted)
+
+
+def final_state(out):
+    optimizer = make_optimizer(RECIPE.optim, runner.model.param_specs(RECIPE.model), RECIPE.steps)
+    abstract = jax.eval_shape(lambda: init_state(RECIPE, optimizer))
+    state, _ = checkpoint.restore(out / "checkpoints", abstract, step=RECIPE.steps)
+    return jax.tree.map(np.asarray, state.replace(key=jax.random.key_data(state.key)))
+
+
+def told(out):
+    """The reported numbers that don't depend on the clock."""
+    clock = {"time", "tokens_per_second", "flops_per_second"}
+    return [{name: value for name, value in line.items() if name not in clock} for line in read_metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that was never stopped."""
+    out = tmp_path_factory.mktemp("finished")
+    return out, launch(out)
+
+
+def test_resuming_is_as_if_never_stopped(finished, tmp_path, monkeypatch):
+    """Once after SIGTERM, once after a crash that lost the steps since the last checkpoint."""
+    straight, results = finished
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert launch(tmp_path) == []
+    assert checkpoint.saved_steps(tmp_path / "checkpoints") == [3]
+    assert [line["step"] for line in told(tmp_path)] == [1, 2, 3]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="crash"):
+        interrupt(patch, 6, lambda: (_ for _ in ()).throw(RuntimeError("crash")))
+        launch(tmp_path, save_every=2)
+    assert checkpoint.saved_steps(tmp_path / "checkpoints") == [3, 4]
+    assert launch(tmp_path, save_every=5, keep=1) == results
+    assert checkpoint.saved_steps(tmp_path / "checkpoints") == [6]
+    for one, other in zip(*(jax.tree.leaves(final_state(out)) for out in (tmp_path, straight)), strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert told(tmp_path) == told(straight)
+
+
+def test_every_step_is_told_once(finished):
+    out, results = finished
+    *steps, last = told(out)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line["skipped"] == 0 and line["useful_rounds"] <= line["executed_rounds"] <= 8 for line in steps)
+    assert last == {"step": 6} | {
+        f"eval/{name}_{result.loops}": getattr(result, name)
+        for result in results
+        for name in ("loss", "accuracy", "residual")
+    }
+
+
+def test_a_finished_run_launched_again_only_evaluates(finished):
+    out, results = finished
+    before = final_state(out), told(out)
+    assert launch(out) == results
+    assert checkpoint.saved_steps(out / "checkpoints") == [6]
+    assert told(out) == before[1]
+
+
+def test_a_checkpoint_gives_its_parameters_and_config(finished):
+    out, _ = finished
+    params, config = load_params(str(out))
+    assert config == RECIPE.model
+    for one, other in zip(*(jax.tree.leaves(tree) for tree in (params, final_state(out).params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+REFUSED = [
+    ({"recipe": dataclasses.replace(RECIPE, seed=1)}, r"^the recipe differs .*: seed was 0, is 1; resume "),
+    ({"recipe": dataclasses.replace(RECIPE, depth=PerExample(max_loops=1))}, r"depth\.max_loops was 2, is 1;"),
+    (
+        {"recipe": dataclasses.replace(RECIPE, optim=dataclasses.replace(RECIPE.optim, learning_rate=1.0))},
+        r"optim\.learning_rate was 0\.003, is 1\.0;",
+    ),
+    ({"training": dataset(seed=1)}, r"^the data differs .*: seed was 0, is 1;"),
+    ({"training": dataset(made=2)}, r"^the data differs .*: made was 1, is 2;"),
+    ({"training": dataclasses.replace(TRAINING, vocab_size=9)}, r"^model\.vocab_size=8 is smaller than .* 9: raise it$"),
+]
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_what_may_not_change_is_refused(finished, changes, message):
+    out, _ = finished
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ElrError, match=message) as error:
+        launch(out, **changes)
+    assert "\n" not in str(error.value)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files, "nothing was written"
+
+
+def test_a_folder_without_checkpoints_is_named(tmp_path):
+    with pytest.raises(ElrError, match=f"^{tmp_path} holds no checkpoint: train with "):
+        load_params(str(tmp_path))
+
+
+SCRIPT = """
+import sys, test_runner as t
+t.launch(t.Path(sys.argv[1]), recipe=t.dataclasses.replace(t.RECIPE, steps=10**6), runtime=t.Runtime(loop="scan"))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_saves_once_and_exits_with_zero(tmp_path):
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, tmp_path], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL
+    )
+    try:
+        while process.poll() is None and len(read_metrics(tmp_path)) < 3:
+            pass
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    (saved,) = checkpoint.saved_steps(tmp_path / "checkpoints")
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 1))
+    assert json.loads((tmp_path / "checkpoints" / str(saved) / "manifest.json").read_text())["meta"]["recipe"]
