@@ -21,14 +21,18 @@ def tiny_text(loop: LoopRule | None = None) -> ModelConfig:
 
 
 def tiny_pointer_chase(loop: LoopRule | None = None) -> ModelConfig:
-    """The pointer-chase model: width 64, blocks 1 | 1 | 1, 4 heads; adaptive delta, trained at 1–4, run to 6 loops."""
+    """The pointer-chase model: width 64, one attention layer, in the loop; adaptive delta, trained at 1–4, run to 6 loops.
+
+    Without positions, since edges are a set.
+    """
     return ModelConfig(
-        vocab_size=32,
+        vocab_size=104,
         d_model=64,
-        prelude="*-",
+        prelude="-",
         core="*-",
-        coda="*-",
-        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=16),
+        coda="-",
+        attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=16, rope_base=None),
         mlp=MLPConfig(d_ff=256, kind="squared_relu"),
         loop=loop or LoopRule(max_loops=6),
+        residual_init="zero",
     )

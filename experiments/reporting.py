@@ -44,7 +44,9 @@ def write_section(path: Path, name: str, text: str) -> None:
     head, rest = before.split(opening, 1)
     tail = rest.split(closing, 1)[1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}{opening}\n{text.strip()}\n{closing}{tail}", encoding="utf-8")
+    fresh = path.with_suffix(".tmp")  # another sweep of the same experiment may be reading
+    fresh.write_text(f"{head}{opening}\n{text.strip()}\n{closing}{tail}", encoding="utf-8")
+    fresh.replace(path)
 
 
 def mean_and_spread(values: np.ndarray, digits: int = 3) -> str:

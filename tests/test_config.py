@@ -30,10 +30,16 @@ BAD = [
     (lambda: model(residual_init="zeros"), "residual_init='zeros' is unknown: choose one of scaled, zero"),
     (lambda: MLPConfig(d_ff=0), "mlp.d_ff=0 must be at least 1"),
     (lambda: MLPConfig(d_ff=8, kind="gelu"), "mlp.kind='gelu' is unknown: choose one of swiglu, squared_relu"),
-    (lambda: AttentionConfig(**{**ATTENTION, "num_heads": 5}), "attention.num_heads=5 is not a multiple of num_kv_heads=2"),
+    (
+        lambda: AttentionConfig(**{**ATTENTION, "num_heads": 5}),
+        "attention.num_heads=5 is not a multiple of num_kv_heads=2",
+    ),
     (lambda: AttentionConfig(**{**ATTENTION, "head_dim": 3}), "attention.head_dim=3 is odd: "),
     (lambda: AttentionConfig(**ATTENTION, window=0), "attention.window=0 must be at least 1"),
-    (lambda: LoopRule(update="add"), "loop.update='add' is unknown: choose one of replace, residual, delta, adaptive_delta"),
+    (
+        lambda: LoopRule(update="add"),
+        "loop.update='add' is unknown: choose one of replace, residual, delta, adaptive_delta",
+    ),
     (lambda: LoopRule(initial="noise"), "loop.initial='noise' is unknown: choose one of copy, zero, random"),
     (lambda: LoopRule(max_loops=0), "loop.max_loops=0 must be at least 1"),
     (lambda: Runtime(dtype="float16"), "runtime.dtype='float16' is unknown: choose one of float32, bfloat16"),
@@ -50,7 +56,9 @@ def test_a_bad_value_is_refused_with_the_mend(make, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values())])
+@pytest.mark.parametrize(
+    "config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values())]
+)
 def test_json_keeps_a_config(config):
     data = to_dict(config)
     assert from_dict(ModelConfig, json.loads(json.dumps(data))) == config

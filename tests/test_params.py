@@ -21,7 +21,9 @@ def by_path(tree):
 
 
 def test_one_more_parameter_changes_no_other():
-    plain, rich = (by_path(model.init(KEY, small_model(rule))) for rule in (LoopRule(update="replace"), RULES["parcae"]))
+    plain, rich = (
+        by_path(model.init(KEY, small_model(rule))) for rule in (LoopRule(update="replace"), RULES["parcae"])
+    )
     assert plain.keys() < rich.keys()
     assert_same_bits({path: rich[path] for path in plain}, plain)
 
@@ -38,7 +40,9 @@ def test_one_more_layer_changes_no_other():
 def test_every_leaf_starts_apart_and_the_same_each_time():
     params = model.init(KEY, small_model(RULES["huginn"], core="**", prelude="*"))
     assert_same_bits(model.init(KEY, small_model(RULES["huginn"], core="**", prelude="*")), params)
-    first = {path: leaf.flat[0].item() for path, leaf in by_path(jax.tree.map(np.asarray, params)).items() if leaf.ndim > 1}
+    first = {
+        path: leaf.flat[0].item() for path, leaf in by_path(jax.tree.map(np.asarray, params)).items() if leaf.ndim > 1
+    }
     assert len(set(first.values())) == len(first)
     other = model.init(jax.random.key(2), small_model(RULES["huginn"], core="**", prelude="*"))
     assert (other.embedding != params.embedding).any()

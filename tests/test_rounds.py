@@ -5,8 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import jaxprs_in_params
 from cases import RULES, assert_close, assert_same_bits, small_model
+from jax.extend.core import jaxprs_in_params
 
 from elr_jax import model
 from elr_jax.config import Runtime
@@ -59,7 +59,9 @@ def test_gradients_end_at_the_first_round():
 
     @jax.jit
     def gradient(first, carry, weights):
-        return jax.vjp(lambda *a: bounded_rounds(cut, 5, first, jnp.int32(4), *a), carry, weights)[1](jnp.ones_like(carry))
+        return jax.vjp(lambda *a: bounded_rounds(cut, 5, first, jnp.int32(4), *a), carry, weights)[1](
+            jnp.ones_like(carry)
+        )
 
     whole, short = (gradient(first, CARRY[0]["next"], OPERANDS[0]) for first in (0, 2))
     assert_same_bits(short, whole)

@@ -59,6 +59,7 @@ def evaluate(
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
+@partial(jax.jit, static_argnames=("config", "runtime"))
 def _score(
     params: model.Params,
     batch: Batch,

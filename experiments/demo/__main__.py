@@ -76,14 +76,14 @@ def chase_cell(demo: Demo) -> Cell:
     """The mixed-depth pointer chase, shortened where there is too little time for all of it."""
     cell = next(cell for cell in chase_cells.cells(demo.preset) if cell.name == MIXED)
     steps = max(2, round(cell.recipe.steps * min(1.0, demo.minutes / MINUTES_FOR_CHASE)))
-    optim = dataclasses.replace(cell.recipe.optim, warmup_steps=min(cell.recipe.optim.warmup_steps, steps // 5))
+    optim = dataclasses.replace(cell.recipe.optim, warmup_steps=min(cell.recipe.optim.warmup_steps, max(1, steps // 5)))
     return dataclasses.replace(cell, recipe=dataclasses.replace(cell.recipe, steps=steps, optim=optim))
 
 
 def text_pair(demo: Demo, steps: int) -> list[Cell]:
     """The elastic text model and the plain one."""
     size = text_cells.size_of(demo.preset, DataConfig(cache_dir=f"{demo.out}/data_cache"))
-    optim = dataclasses.replace(size.optim, warmup_steps=min(size.optim.warmup_steps, steps // 5))
+    optim = dataclasses.replace(size.optim, warmup_steps=min(size.optim.warmup_steps, max(1, steps // 5)))
     size = dataclasses.replace(size, steps=steps, optim=optim, eval_batches=min(12, size.eval_batches))
     by_name = {cell.name: cell for cell in text_cells.cells(size)}
     return [by_name[ELASTIC], by_name["plain"]]

@@ -29,6 +29,7 @@ def show(out: Path, chase: Results, text: Results, console: Console) -> None:
     console.print(chase_headline(chase))
     with figure(out / "demo.png", columns=2) as (left, right):
         draw_by_loops(left, text, [ELASTIC])
+        left.legend()
         left.set_title("text: bits per byte")
         draw_by_hops(right, chase.values(MIXED, "accuracy_by_hops"))
         right.set_title("pointer chase: accuracy")

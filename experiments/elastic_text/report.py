@@ -35,6 +35,7 @@ def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> No
         with figure(folder / path, columns=2, sharey=True) as (left, right):
             draw_by_loops(left, results, elastic)
             draw_by_compute(right, results, elastic)
+            left.figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     parts = [
         provenance(results, cells),
         loops_table(results).markdown(),
@@ -65,7 +66,6 @@ def draw_by_loops(axis: Any, results: Results, elastic: list[str]) -> None:
         line_with_band(axis, results.values(name, UNIT), color=f"C{number}", label=name)
     loops_axis(axis, max((results.values(name, UNIT).shape[1] for name in elastic), default=1))
     axis.set_ylabel("validation bits per byte")
-    axis.legend(fontsize="small")
 
 
 def draw_by_compute(axis: Any, results: Results, elastic: list[str]) -> None:

@@ -47,20 +47,19 @@ def assert_is_reference(function, length, window, **sizes):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length, window", [(130, None), (130, 64), (193, 65)])
+@pytest.mark.parametrize("length, window", [(130, None), (193, 65)])
 def test_attention_is_the_reference(length, window):
     assert_is_reference(partial(windowed_attention, window=window), length, window)
 
 
-@pytest.mark.parametrize("heads, groups", [(4, 1), (3, 3)])
+@pytest.mark.parametrize("heads, groups", [(4, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_grouped_heads_are_repeated_keys(heads, groups):
     assert_is_reference(partial(windowed_attention, window=None), 5, None, heads=heads, groups=groups)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 6))
 @example(4, 3, 4)  # W − 1
-@example(4, 4, 1)
 @example(4, 5, 2)  # W + 1
 @example(4, 8, 2)  # 2W
 @example(1, 7, 3)

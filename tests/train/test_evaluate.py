@@ -44,9 +44,7 @@ def test_scores_are_means_over_all_scored_tokens():
     apply = jax.jit(lambda *inputs: model.apply(params, *inputs[:2], config=CONFIG, segment_ids=inputs[2], key=KEY))
     for part in data:
         depth = jnp.full(2, 3)
-        states.append(
-            model.states(params, part.tokens, depth, config=CONFIG, segment_ids=part.segment_ids, key=KEY)
-        )
+        states.append(model.states(params, part.tokens, depth, config=CONFIG, segment_ids=part.segment_ids, key=KEY))
         for k in losses:
             losses[k].append(apply(part.tokens, jnp.full(2, k), part.segment_ids))
     states = np.stack(states)
