@@ -21,7 +21,7 @@ def tiny_text(loop: LoopRule | None = None) -> ModelConfig:
 
 
 def tiny_pointer_chase(loop: LoopRule | None = None) -> ModelConfig:
-    """The pointer-chase model: width 64, one attention layer, in the loop; adaptive delta, trained at 1–4, run to 6 loops.
+    """The pointer-chase model: width 64, the only attention in the loop; adaptive delta, trained at 1–4, run to 6.
 
     Without positions, since edges are a set.
     """

@@ -114,7 +114,7 @@ def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
     params, _ = load_params(str(out))
     names = [name for name, value in scores[0]._asdict().items() if name != "loops" and value is not None]
     metrics = {name: [round(getattr(score, name), 6) for score in scores] for name in names}
-    seq_len = training.examples[0]["tokens"].shape[0]
+    seq_len = training.seq_len
     return {
         "metrics": metrics | cell.task.measure(params, recipe.model),
         **cost(out, recipe, seq_len=seq_len),

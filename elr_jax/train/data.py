@@ -53,6 +53,13 @@ class Dataset:
     """Everything the examples depend on; saved with a run, which is resumed with the same alone."""
 
     @property
+    def seq_len(self) -> int:
+        """Tokens in a row, T."""
+        example = self.examples[0]
+        assert example is not None, "nothing is filtered, so every index has an example"
+        return len(example["tokens"])
+
+    @property
     def fingerprint(self) -> str:
         """Changes when any setting or the data does."""
         return digest(self.settings)

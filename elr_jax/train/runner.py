@@ -57,12 +57,13 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log)
     results: list[LoopResult] = []
     with log, _stop_on_sigterm() as stopped:
-        reporter = _Reporter(recipe, _length(training), log)
+        reporter = _Reporter(recipe, training.seq_len, log)
         for number, batch in enumerate(_my_batches(training, recipe, first), start=first + 1):
             state, metrics = step(state, batch)
             reporter.report(number, metrics)
             last = number >= recipe.steps or stopped.is_set()
             if last or (launch.save_every and number % launch.save_every == 0):
+                reporter.flush()  # else a kill now would lose the line of a step that is not run again
                 store.save(number, state, meta)
             if number < recipe.steps and launch.eval_every and number % launch.eval_every == 0:
                 score(number, state.params)
@@ -144,12 +145,6 @@ def _evaluate(
     }
     log.write(step, scores)
     return results
-
-
-def _length(data: Dataset) -> int:
-    example = data.examples[0]
-    assert example is not None, "datasets are not filtered, so every index has an example"
-    return example["tokens"].shape[0]
 
 
 class _Reporter:

@@ -59,7 +59,7 @@ def measure_speed(cell: Cell, *, steps: int = 4) -> Speed:
     """Compile and time a few steps of a cell's training."""
     recipe = cell.recipe
     data = cell.task.open("train", seed=0)
-    seq_len = data.examples[0]["tokens"].shape[0]
+    seq_len = data.seq_len
     optimizer = make_optimizer(recipe.optim, model.param_specs(recipe.model), recipe.steps)
     state = init_state(recipe, optimizer)
     step = jax.jit(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime()))

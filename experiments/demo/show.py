@@ -54,5 +54,7 @@ def chase_headline(chase: Results) -> str:
     """Hops solved at each loop count, or that training was too short for any of it."""
     most = chase.mean(MIXED, "accuracy_by_hops").max()
     if most < 0.9:
-        return "Pointer chase: not learnt. The transition needs about 2,500 steps, which --minutes 5 and more give it."
+        return (
+            "Pointer chase: not learnt. The transition needs most of 1,200 steps, which --minutes 5 and more give it."
+        )
     return f"Pointer chase: solved up to {hops_solved(chase)} hops at 1, 2, 3, … loops."

@@ -91,4 +91,4 @@ def _compute(results: Results, name: str) -> float:
 
 def _is_mixed(cell: Cell) -> bool:
     """Trained at several depths; a specialist's collapse elsewhere would hide the others' differences."""
-    return np.count_nonzero(cell.recipe.depth.marginal()) > 1
+    return bool(np.count_nonzero(cell.recipe.depth.marginal()) > 1)

@@ -102,10 +102,13 @@ def test_resuming_is_as_if_never_stopped(finished, tmp_path, monkeypatch):
         assert launch(tmp_path) == []
     assert checkpoint.saved_steps(tmp_path / "checkpoints") == [3]
     assert [line["step"] for line in told(tmp_path)] == [1, 2, 3]
+    seen = []
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="crash"):
+        interrupt(patch, 5, lambda: seen.append(told(tmp_path)[-1]["step"]))
         interrupt(patch, 6, lambda: (_ for _ in ()).throw(RuntimeError("crash")))
         launch(tmp_path, save_every=2)
     assert checkpoint.saved_steps(tmp_path / "checkpoints") == [3, 4]
+    assert seen == [4], "the metrics of a saved step are on disk"
     assert launch(tmp_path, save_every=5, keep=1) == results
     assert checkpoint.saved_steps(tmp_path / "checkpoints") == [6]
     for one, other in zip(*(jax.tree.leaves(final_state(out)) for out in (tmp_path, straight)), strict=True):
