@@ -55,6 +55,6 @@ def chase_headline(chase: Results) -> str:
     most = chase.mean(MIXED, "accuracy_by_hops").max()
     if most < 0.9:
         return (
-            "Pointer chase: not learnt. The transition needs most of 1,200 steps, which --minutes 5 and more give it."
+            "Pointer chase: not learnt. The transition needs about 1,000 steps, which --minutes 5 and more give."
         )
     return f"Pointer chase: solved up to {hops_solved(chase)} hops at 1, 2, 3, … loops."
