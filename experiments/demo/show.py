@@ -54,7 +54,5 @@ def chase_headline(chase: Results) -> str:
     """Hops solved at each loop count, or that training was too short for any of it."""
     most = chase.mean(MIXED, "accuracy_by_hops").max()
     if most < 0.9:
-        return (
-            "Pointer chase: not learnt. The transition needs about 1,000 steps, which --minutes 5 and more give."
-        )
+        return "Pointer chase: not learnt. The transition needs about 1,000 steps, which --minutes 5 and more give."
     return f"Pointer chase: solved up to {hops_solved(chase)} hops at 1, 2, 3, … loops."

@@ -32,7 +32,7 @@ def _wide() -> ModelConfig:
 
 
 SIZES: dict[Preset, Size] = {
-    "cpu": Size(model=tiny_pointer_chase(), task=PointerChase(), steps=1200, batch_size=128),
+    "cpu": Size(model=tiny_pointer_chase(), task=PointerChase(), steps=2000, batch_size=128),
     "paper": Size(model=_wide(), task=PointerChase(nodes=16, max_hops=8), steps=20_000, batch_size=1024),
     "smoke": Size(
         model=tiny_pointer_chase(),

@@ -16,7 +16,7 @@ from experiments.sweep import Cell
 @pytest.fixture
 def tiny_cell():
     model = ModelConfig(
-        vocab_size=16,
+        vocab_size=36,
         d_model=8,
         prelude="-",
         core="*-",

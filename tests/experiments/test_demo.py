@@ -11,6 +11,7 @@ from experiments.demo.plan import Speed, remember, remembered, steps_that_fit
 from experiments.elastic_text.cells import step_flops
 
 
+@pytest.mark.slow
 def test_the_demo_shows_tables_figure_and_where_they_are(command, tmp_path, capsys):
     command("experiments.demo", "--preset", "smoke", "--out", tmp_path)
     told = capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_a_line_says_what_was_executed(run, tiny_cell, tmp_path):
     assert line["executed_rounds"] == pytest.approx(executed / 16)
     assert 1 <= line["useful_rounds"] <= line["executed_rounds"] <= 2
     model = tiny_cell.recipe.model
-    assert line["train_flops"] == flops.train_flops(model, seq_len=6, sequences=16, rounds=executed)
+    assert line["train_flops"] == flops.train_flops(model, seq_len=12, sequences=16, rounds=executed)
     assert line["params"] == flops.num_params(model)
     assert len(line["metrics"]["loss"]) == 2
     assert [len(line["metrics"]["accuracy_by_hops"]), len(line["metrics"]["accuracy_by_hops"][0])] == [5, 2]
