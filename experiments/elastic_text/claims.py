@@ -33,11 +33,13 @@ CLAIMS = (
         ours=lambda results: (
             f"one loop above plain: adaptive delta {_tax(results, 'per_example')}, replace {_tax(results, 'replace')}"
         ),
+        verdict="mixed",
     ),
     Claim(
         claim="mixed training improves with every loop",
         source="1.683 → 1.627 nats at 1–5 loops",
-        ours=lambda results: _curve(results, "per_example"),
+        ours=lambda results: f"{_curve(results, 'per_example')}; plain {_curve(results, 'plain')}",
+        verdict="mixed",
     ),
     Claim(
         claim="a model of one depth wins at home and collapses away",
@@ -67,5 +69,6 @@ CLAIMS = (
             f"best of per example {results.mean('per_example', 'bits_per_byte').min():.3f}, "
             f"plain with the same compute {results.mean('plain_equal_compute', 'bits_per_byte')[0]:.3f}"
         ),
+        verdict="did not work",
     ),
 )

@@ -32,16 +32,19 @@ CLAIMS = (
         claim="each loop solves a further hop: with the only attention in the loop, h hops need h loops",
         source="–",
         ours=lambda results: f"{hops_solved(results)} hops at 1–{TRAINED_LOOPS + 2} loops",
+        verdict="worked",
     ),
     Claim(
         claim="mixed training improves with every loop and holds beyond the 4 loops it trained at",
         source="text: 1.683 → 1.627 nats at 1–5 loops",
         ours=_monotone,
+        verdict="worked",
     ),
     Claim(
         claim="a model trained at one depth wins there and collapses elsewhere",
         source="text, 5 loops: 1.603 at home against 1.627 mixed; 4.242 away",
         ours=_specialists,
+        verdict="worked",
     ),
     Claim(
         claim="the mixed model at one loop is as good as a plain one",
