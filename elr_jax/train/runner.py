@@ -20,7 +20,7 @@ from elr_jax.config import ModelConfig, from_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.train import checkpoint
-from elr_jax.train.data import Batch, Dataset, batches, open_dataset
+from elr_jax.train.data import Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate, make_optimizer
@@ -41,6 +41,8 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or
             a write that failed.
     """
+    if jax.process_count() > 1:
+        raise ElrError(f"{jax.process_count()} processes were started: the train step runs in one so far")
     if training.vocab_size > recipe.model.vocab_size:
         raise ElrError(
             f"model.vocab_size={recipe.model.vocab_size} is smaller than the data's {training.vocab_size}: raise it"
@@ -58,7 +60,8 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     results: list[LoopResult] = []
     with log, _stop_on_sigterm() as stopped:
         reporter = _Reporter(recipe, training.seq_len, log)
-        for number, batch in enumerate(_my_batches(training, recipe, first), start=first + 1):
+        todo = batches(training, recipe.batch_size, start=first) if first < recipe.steps else ()
+        for number, batch in enumerate(todo, start=first + 1):
             state, metrics = step(state, batch)
             reporter.report(number, metrics)
             last = number >= recipe.steps or stopped.is_set()
@@ -110,18 +113,6 @@ def _same_run(store: checkpoint.Checkpoints, meta: dict[str, Any]) -> bool:
     for part, what in (("recipe", "the recipe"), ("data", "the data")):
         checkpoint.refuse_mismatch(saved[part], meta[part], what=what)
     return True
-
-
-def _my_batches(data: Dataset, recipe: Recipe, start: int) -> Iterator[Batch]:
-    if start >= recipe.steps:
-        return iter(())
-    return batches(
-        data,
-        recipe.batch_size,
-        start=start,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
 
 
 def _evaluate(

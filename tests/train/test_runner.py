@@ -197,3 +197,10 @@ def test_sigterm_saves_once_and_exits_with_zero(tmp_path):
     (saved,) = checkpoint.saved_steps(tmp_path / "checkpoints")
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 1))
     assert json.loads((tmp_path / "checkpoints" / str(saved) / "manifest.json").read_text())["meta"]["recipe"]
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ElrError, match="^2 processes were started"):
+        launch(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
