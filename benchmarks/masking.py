@@ -1,6 +1,6 @@
 """What depths cost: sorted microbatches against a plain masked scan, and `bounded` against scans of exactly k rounds.
 
-    python -m benchmarks.masking          about two minutes on two cores
+    python -m benchmarks.masking          about three minutes on two cores
 
 Two tables, forward and gradient, float32. Mixed depths: 32 rows of Poisson(8) loops as one masked scan of 24 rounds, as
 one bounded batch, and sorted into microbatches of 4; expect sorted to run at most 1.15 times the useful rounds, and its
@@ -39,7 +39,7 @@ class Masking:
 
     d_model: int = 128
     """Width; four heads, feed-forward layers four times as wide."""
-    seq_len: int = 64
+    seq_len: int = 256
     rows: int = 32
     rows_per_microbatch: int = 4
     rate: float = 8.0
@@ -47,7 +47,7 @@ class Masking:
     max_loops: int = 24
     uniform_rows: int = 8
     uniform_loops: tuple[int, ...] = (1, 2, 4, 8)
-    repeats: int = 7
+    repeats: int = 5
     """Turns of each contestant."""
     runtime: Runtime = dataclasses.field(default_factory=lambda: Runtime(remat="layer"))
     """Number type and rematerialisation of all contestants; `loop` is what they differ in."""

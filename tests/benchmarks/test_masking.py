@@ -1,4 +1,4 @@
-"""The masking benchmark at its smallest: it runs, and counts rounds as the issue asks."""
+"""The masking benchmark at its smallest: it runs, and counts the rounds it runs."""
 
 import dataclasses
 import json
