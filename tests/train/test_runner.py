@@ -201,6 +201,6 @@ def test_sigterm_saves_once_and_exits_with_zero(tmp_path):
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ElrError, match="^2 processes were started"):
+    with pytest.raises(ElrError, match=r"^2 processes were started"):
         launch(tmp_path / "run")
     assert not (tmp_path / "run").exists()
