@@ -50,7 +50,7 @@ def main(demo: Demo) -> None:
     chase = chase_cell(demo)
     console.print(
         f"Three models on this machine, {demo.minutes:g} minutes at most:\n"
-        f"  1. pointer chase, {chase.recipe.steps:,} steps at mixed loop counts (about 150 s on two cores)\n"
+        f"  1. pointer chase, {chase.recipe.steps:,} steps at mixed loop counts (about 200 s on two cores)\n"
         f"  2. text, elastic depth, as many steps as the time allows\n"
         f"  3. text, plain, as many steps\n"
         f"Everything goes to {out}; stop it at any time, and the same command goes on from there.\n"

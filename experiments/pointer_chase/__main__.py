@@ -2,7 +2,7 @@
 
     python -m experiments.pointer_chase --preset cpu
 
-About 150 s a cell and seed on two quiet cores, 12 in all. Expect the mixed model to solve h hops at h loops, to gain
+About 200 s a cell and seed on two quiet cores, 12 in all. Expect the mixed model to solve h hops at h loops, to gain
 with every loop and still to be right at 5 and 6 loops, which it never trained at; the models of one depth are good at
 that depth alone.
 """
