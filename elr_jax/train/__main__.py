@@ -13,21 +13,25 @@ from elr_jax import presets
 from elr_jax.depth import Fixed, PerExample
 from elr_jax.errors import one_line_errors
 from elr_jax.train.evaluate import LoopResult
+from elr_jax.train.optim import OptimConfig
 from elr_jax.train.runner import train_text
 from elr_jax.train.settings import Launch, Recipe, TextRun
 
+OPTIM = OptimConfig(learning_rate=0.02, adam_learning_rate=0.006, warmup_steps=20)
+"""The rates that experiments/elastic_text found for `tiny_text`."""
 RUNS = {
     "elastic": (
         "adaptive delta, each row at its own 1–4 loops",
         TextRun(
-            recipe=Recipe(model=presets.tiny_text(), depth=PerExample(max_loops=4, forced=0.1)),
+            recipe=Recipe(model=presets.tiny_text(), depth=PerExample(max_loops=4, forced=0.1), optim=OPTIM),
             launch=Launch(out="runs/elastic"),
         ),
     ),
     "plain": (
         "the same layers, each run once",
         TextRun(
-            recipe=Recipe(model=presets.tiny_text(presets.PLAIN), depth=Fixed(loops=1)), launch=Launch(out="runs/plain")
+            recipe=Recipe(model=presets.tiny_text(presets.PLAIN), depth=Fixed(loops=1), optim=OPTIM),
+            launch=Launch(out="runs/plain"),
         ),
     ),
 }
