@@ -52,5 +52,6 @@ CLAIMS = (
         ours=lambda results: (
             f"{results.mean('mixed', 'accuracy')[0]:.3f} against {results.mean('plain', 'accuracy')[0]:.3f}"
         ),
+        verdict="mixed",
     ),
 )
