@@ -107,6 +107,12 @@ def cells(size: Size) -> list[Cell]:
         cell("replace", size, recipe(size, law, _with_rule(model, update="replace"))),
         cell("gate_rate_x0.3", size, _with_gate_rate(elastic, 0.3)),
         cell("gate_rate_x3", size, _with_gate_rate(elastic, 3.0)),
+        cell("rate_x0.5", size, _with_rate(elastic, 0.5)),
+        cell("plain_rate_x0.5", size, _with_rate(recipe(size, one, plain), 0.5)),
+        cell("steps_x2", size, _longer(elastic, 2)),
+        cell("plain_steps_x2", size, _longer(recipe(size, one, plain), 2)),
+        cell("adamw", size, _with_adamw(elastic)),
+        cell("plain_adamw", size, _with_adamw(recipe(size, one, plain))),
         cell("no_prelude", size, recipe(size, law, _move_block(model, source="prelude", target="coda"))),
         cell("small_core", size, recipe(size, law, _move_block(model, source="core", target="prelude"))),
     ]
@@ -155,6 +161,23 @@ def _with_rule(model: ModelConfig, **changes: str) -> ModelConfig:
 
 def _with_gate_rate(recipe: Recipe, factor: float) -> Recipe:
     return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, loop_lr_scale=factor))
+
+
+def _with_rate(recipe: Recipe, factor: float) -> Recipe:
+    """Another peak rate of the matrices, the rest as it was."""
+    optim = dataclasses.replace(recipe.optim, learning_rate=factor * recipe.optim.learning_rate)
+    return dataclasses.replace(recipe, optim=optim)
+
+
+def _with_adamw(recipe: Recipe) -> Recipe:
+    """AdamW for everything, at half the rate it has beside Muon."""
+    rate = recipe.optim.adam_learning_rate / 2
+    optim = dataclasses.replace(recipe.optim, optimizer="adamw", learning_rate=rate)
+    return dataclasses.replace(recipe, optim=optim)
+
+
+def _longer(recipe: Recipe, factor: int) -> Recipe:
+    return dataclasses.replace(recipe, steps=factor * recipe.steps)
 
 
 def _move_block(model: ModelConfig, *, source: str, target: str) -> ModelConfig:
