@@ -8,14 +8,16 @@ logits = elr.apply(params, tokens, depth, config=config)  # depth: int32 [B]
 """
 
 from elr_jax import depth, flops, presets
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, from_dict, to_dict
+from elr_jax.cache import Cache, init_cache
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, SphereConfig, from_dict, to_dict
 from elr_jax.errors import ElrError
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
-from elr_jax.model import Params, abstract, apply, init, param_specs, states
+from elr_jax.model import Params, abstract, apply, extend, init, param_specs, states
 from elr_jax.params import ParamSpec, count_params
 
 __all__ = [
     "AttentionConfig",
+    "Cache",
     "DepthSums",
     "ElrError",
     "LoopRule",
@@ -24,14 +26,17 @@ __all__ = [
     "ParamSpec",
     "Params",
     "Runtime",
+    "SphereConfig",
     "abstract",
     "apply",
     "count_params",
     "cross_entropy",
     "depth",
+    "extend",
     "flops",
     "from_dict",
     "init",
+    "init_cache",
     "param_specs",
     "presets",
     "states",

@@ -31,6 +31,8 @@ class AttentionConfig:
     """Keys an `S` layer sees, the query's own included."""
     rope_base: float | None = 10_000.0
     """Base of the rotary angles; None leaves positions out."""
+    window_rope_base: float | None = None
+    """Base of the `S` layers' angles; None: the same."""
     qk_norm: bool = False
     """RMS-normalise queries and keys (no parameters) after the rotation."""
 
@@ -42,10 +44,18 @@ class AttentionConfig:
                 f"attention.num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
                 "every key-value head serves the same number of query heads"
             )
+        if self.rope_base is None and self.window_rope_base is not None:
+            raise ElrError(
+                f"attention.window_rope_base={self.window_rope_base} has no rope_base beside it: set both or neither"
+            )
         if self.rope_base is not None and self.head_dim % 2:
             raise ElrError(
                 f"attention.head_dim={self.head_dim} is odd: rotary positions turn pairs; or set rope_base=None"
             )
+
+    def base(self, letter: str) -> float | None:
+        """Rotary base of a layer letter."""
+        return self.window_rope_base if letter == "S" and self.window_rope_base is not None else self.rope_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +71,37 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SphereConfig:
+    """The normalised transformer (nGPT): hidden states, queries, keys and matrix rows of norm 1.
+
+    Layers join the stream by a learned step on the unit sphere, attention has an output gate, and the sub-layers' inner
+    activations are normalised before the last product. Scale vectors are stored as multiples of `init_std` and used as
+    `stored · value at the start / init_std`.
+    """
+
+    init_std: float = 0.0177
+    """What the stored scales (rates, query, gate and logit scales) start at."""
+    rate_init: float = 0.05
+    """Step towards a sub-layer's output at the start."""
+    gate_init: float | None = None
+    """Scale of the output gate's logits at the start; None: √D."""
+    embedding_norm: bool = False
+    """Normalise the embedding's output too. Of the ports of Dory, transformers does, vLLM does not."""
+
+    def __post_init__(self):
+        for name in ("init_std", "rate_init", "gate_init"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ElrError(f"sphere.{name}={value} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopRule:
     """How the core's rounds are joined; each field picks one variant of `elr_jax.loop`.
 
-    Known models: ELR = copy, none, adaptive_delta. Parcae = random, gated, replace, linear readout. Huginn = random,
-    concat, replace. A plain transformer = copy, none, replace at one loop.
+    Known models: ELR = copy, none, adaptive_delta. Dory = copy, residual, replace, unit boundary. Parcae = random,
+    gated, replace, linear readout. Huginn = random, concat, replace. A plain transformer = copy, none, replace at one
+    loop.
     """
 
     initial: Literal["copy", "zero", "random"] = "copy"
@@ -97,11 +133,17 @@ class ModelConfig:
     norm_eps: float = 1e-6
     residual_init: Literal["scaled", "zero"] = "scaled"
     """Start of the sub-layers' output projections: divided by √(number of sub-layers), or zero."""
+    sphere: SphereConfig | None = None
+    """The normalised transformer instead of pre-norm residuals."""
+    max_positions: int | None = None
+    """Longest context the model was made for; None sets no limit."""
 
     def __post_init__(self):
         _known_choices("", self)
         _positive("vocab_size", self.vocab_size)
         _positive("d_model", self.d_model)
+        if self.max_positions is not None:
+            _positive("max_positions", self.max_positions)
         for name in ("prelude", "core", "coda"):
             for position, letter in enumerate(getattr(self, name)):
                 if letter not in LETTERS:
@@ -121,8 +163,8 @@ class ModelConfig:
 class Runtime:
     """How to run a model on this machine; never changes what it computes beyond rounding."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and of the weights' working copy; parameters stay float32."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of activations and of the weights' working copy; sums are float32 or wider. float64 needs jax_enable_x64."""
     loop: Literal["bounded", "scan"] = "bounded"
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
     remat: Literal["none", "dots", "layer", "round"] = "none"
@@ -145,16 +187,19 @@ def _known_choices(prefix: str, config: Any) -> None:
             raise ElrError(f"{prefix}{field_.name}={value!r} is unknown: choose one of {', '.join(allowed)}")
 
 
-def _converter(unions: tuple[Any, ...]) -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
+def _converter(unions: tuple[Any, ...], *, omit_defaults: bool = False) -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True, omit_if_default=omit_defaults)
     for union in unions:
         configure_tagged_union(union, converter, tag_name="kind")
     return converter
 
 
-def to_dict(config: Any, *, unions: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """A config as JSON-ready data; members of the unions carry their class name as `kind`."""
-    return _converter(unions).unstructure(config, unstructure_as=type(config))
+def to_dict(config: Any, *, unions: tuple[Any, ...] = (), omit_defaults: bool = False) -> dict[str, Any]:
+    """A config as JSON-ready data; members of the unions carry their class name as `kind`.
+
+    Without the defaults it tells what was chosen, and stays the same when a config gets a new field.
+    """
+    return _converter(unions, omit_defaults=omit_defaults).unstructure(config, unstructure_as=type(config))
 
 
 def from_dict(cls: type[T], data: dict[str, Any], *, unions: tuple[Any, ...] = ()) -> T:

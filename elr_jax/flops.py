@@ -53,4 +53,5 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
         return 2 * d * config.mlp.d_ff * (3 if config.mlp.kind == "swiglu" else 2)
     window = attention.window if letter == "S" else None
     n, k, h = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    return 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)
+    gate = 2 * d * n * h if config.sphere else 0
+    return gate + 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)

@@ -22,9 +22,11 @@ from elr_jax.layers.linear import product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogonal, truncated_normal, vector
 from elr_jax.rounds import bounded_rounds, scan_rounds
-from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions
+from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions, widen
 
 Core = Callable[[Hidden, Any], Hidden]
+Made = Any
+CachedCore = Callable[[Int32[Array, ""], Hidden, Any], tuple[Hidden, Made]]
 
 
 @struct.dataclass
@@ -68,19 +70,32 @@ def loop_round(
     backprop_loops: int | None = None,
 ) -> Hidden:
     """Round i of every example: unchanged where i ≥ depth, without gradient where i < depth − backprop_loops."""
-    rule, params, depth = config.loop, operands.params, operands.depth
-    bound = partial(BOUNDARY[rule.boundary].apply, eps=config.norm_eps)
-    with jax.named_scope("inject"):
-        inner = bound(None, INJECT[rule.inject].combine(params.inject, state, operands.drive))
+    depth = operands.depth
     with jax.named_scope("core"):
-        proposal = core(inner, operands.core)
-    with jax.named_scope("update"):
-        new = UPDATE[rule.update].apply(params.update, state, proposal, eps=config.norm_eps)
-        new = bound(params.boundary, new)
-        new = jnp.where((i < depth)[:, None, None], new, state)
+        proposal = core(enter_round(state, operands, config), operands.core)
+    new = leave_round(i, state, proposal, operands, config)
     if backprop_loops is not None:
         new = jnp.where((i >= depth - backprop_loops)[:, None, None], new, jax.lax.stop_gradient(new))
     return new
+
+
+def enter_round(state: Hidden, operands: RoundOperands, config: ModelConfig) -> Hidden:
+    """What the core reads: boundary(inject(s, e))."""
+    rule, params = config.loop, operands.params
+    with jax.named_scope("inject"):
+        inner = INJECT[rule.inject].combine(params.inject, state, operands.drive)
+        return BOUNDARY[rule.boundary].apply(None, inner, eps=config.norm_eps)
+
+
+def leave_round(
+    i: Int32[Array, ""], state: Hidden, proposal: Hidden, operands: RoundOperands, config: ModelConfig
+) -> Hidden:
+    """boundary(update(s, r)) where i < depth, s elsewhere."""
+    rule, params = config.loop, operands.params
+    with jax.named_scope("update"):
+        new = UPDATE[rule.update].apply(params.update, state, proposal, eps=config.norm_eps)
+        new = BOUNDARY[rule.boundary].apply(params.boundary, new, eps=config.norm_eps)
+        return jnp.where((i < operands.depth)[:, None, None], new, state)
 
 
 def run_loop(
@@ -111,6 +126,42 @@ def run_loop(
         first = jnp.int32(0) if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
         state = bounded_rounds(body, rounds, first, jnp.minimum(jnp.max(depth), rounds), state, operands)
     return READOUT[config.loop.readout].apply(params.readout, state)
+
+
+def run_cached_loop(
+    entry: Hidden,
+    depth: Depth,
+    params: LoopParams,
+    core_params: Any,
+    kept: Made,
+    *,
+    core: CachedCore,
+    config: ModelConfig,
+    noise: Hidden | None = None,
+) -> tuple[Hidden, Made]:
+    """The read-out state, and what a cache keeps of the core's tokens, in as many rounds as the deepest example's.
+
+    `core(i, u, core_params)` returns a round's proposal and what it made, leaves [B, …]; the leaves of `kept`
+    [L, B, …], zeros, are filled with these. Slot l holds what round l made, or the example's last round where it ran
+    fewer, so that tokens of any depth find every slot they read filled; the last slot holds what its last round made.
+    """
+    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+
+    def keep(i: Int32[Array, ""], kept: Array, made: Array) -> Array:
+        slots = kept.shape[0]
+        later = jnp.arange(slots)[:, None] >= jnp.minimum(i, slots - 1)
+        fills = later & (i < depth)[None]
+        return jnp.where(fills.reshape(*fills.shape, *[1] * (made.ndim - 1)), made[None], kept)
+
+    def step(i: Int32[Array, ""], carry: tuple[Hidden, Made]) -> tuple[Hidden, Made]:
+        state, kept = carry
+        with jax.named_scope("core"):
+            proposal, made = core(i, enter_round(state, operands, config), core_params)
+        return leave_round(i, state, proposal, operands, config), jax.tree.map(partial(keep, i), kept, made)
+
+    last = jnp.minimum(jnp.max(depth), config.loop.max_loops)
+    state, kept = jax.lax.fori_loop(0, last, step, (state, kept))
+    return READOUT[config.loop.readout].apply(params.readout, state), kept
 
 
 def trajectory(
@@ -188,9 +239,9 @@ def _concat_specs(d: int) -> Concat:
 
 def _gated_specs(d: int) -> Gated:
     return Gated(
-        norm=vector(d, "embed", 1.0),
-        a_log=vector(d, "embed", 0.0, group="loop"),
-        dt_bias=vector(d, "embed", math.log(math.sqrt(5) - 1), group="loop"),  # Δ = ½ ln 5, so Ā = 1/√5
+        norm=vector((d,), ("embed",), 1.0),
+        a_log=vector((d,), ("embed",), 0.0, group="loop"),
+        dt_bias=vector((d,), ("embed",), math.log(math.sqrt(5) - 1), group="loop"),  # Δ = ½ ln 5, so Ā = 1/√5
         input=_square(d, identity),
     )
 
@@ -198,7 +249,7 @@ def _gated_specs(d: int) -> Gated:
 def _gated_combine(params: Gated, state: Hidden, drive: Hidden) -> Hidden:
     step = jax.nn.softplus(params.dt_bias)
     decay = jnp.exp(-step * jnp.exp(params.a_log))
-    return (decay * state.astype(jnp.float32) + step * drive.astype(jnp.float32)).astype(state.dtype)
+    return (decay * widen(state) + step * widen(drive)).astype(state.dtype)
 
 
 class Inject(NamedTuple):
@@ -223,19 +274,19 @@ class AdaptiveDelta:
 
 
 def _adaptive_delta_specs(d: int) -> AdaptiveDelta:
-    zero = vector(d, "embed", 0.0, group="loop")
+    zero = vector((d,), ("embed",), 0.0, group="loop")
     return AdaptiveDelta(weight=_square(d, constant(0.0)), bias=zero, gain=zero)
 
 
 def step_size(params: AdaptiveDelta, state: Hidden, *, eps: float) -> Float[Array, "B T D"]:
     """β of the adaptive delta, float32; it may exceed 1, since softplus is unbounded."""
-    logits = product("btd,de->bte", rms_norm(state, eps=eps), params.weight).astype(jnp.float32)
+    logits = widen(product("btd,de->bte", rms_norm(state, eps=eps), params.weight))
     return jax.nn.sigmoid(logits + params.bias) * jax.nn.softplus(params.gain)
 
 
 def _toward(state: Hidden, proposal: Hidden, step: Array) -> Hidden:
-    state32 = state.astype(jnp.float32)
-    return (state32 + step * (proposal.astype(jnp.float32) - state32)).astype(state.dtype)
+    wide = widen(state)
+    return (wide + step * (widen(proposal) - wide)).astype(state.dtype)
 
 
 class Update(NamedTuple):
@@ -274,12 +325,12 @@ INJECT = {
 UPDATE = {
     "replace": Update(_nothing, lambda p, s, r, *, eps: r),
     "residual": Update(_nothing, lambda p, s, r, *, eps: s + r),
-    "delta": Update(lambda d: vector(d, "embed", 0.05, group="loop"), lambda p, s, r, *, eps: _toward(s, r, p)),
+    "delta": Update(lambda d: vector((d,), ("embed",), 0.05, group="loop"), lambda p, s, r, *, eps: _toward(s, r, p)),
     "adaptive_delta": Update(_adaptive_delta_specs, lambda p, s, r, *, eps: _toward(s, r, step_size(p, s, eps=eps))),
 }
 BOUNDARY = {
     "none": Step(_nothing, lambda p, x, *, eps: x),
-    "rms": Step(lambda d: vector(d, "embed", 1.0), lambda p, x, *, eps: rms_norm(x, p, eps=eps)),
+    "rms": Step(lambda d: vector((d,), ("embed",), 1.0), lambda p, x, *, eps: rms_norm(x, p, eps=eps)),
     "unit": Step(_nothing, lambda p, x, *, eps: unit_norm(x, eps=eps)),
 }
 READOUT = {

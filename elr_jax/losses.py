@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from elr_jax.typing import Array, Depth, Float, Logits, Tokens
+from elr_jax.typing import Array, Depth, Float, Logits, Tokens, widen
 
 
 @struct.dataclass
@@ -18,7 +18,7 @@ class DepthSums:
 
 def cross_entropy(logits: Logits, targets: Tokens) -> Float[Array, "B T"]:
     """log Σ_v exp(logits_v) − logits_target, in nats and float32."""
-    logits = logits.astype(jnp.float32)
+    logits = widen(logits)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 

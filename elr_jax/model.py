@@ -9,41 +9,51 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
+from elr_jax import cache as caches
+from elr_jax.cache import Cache
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.layers import Context, make_context
-from elr_jax.layers.norms import rms_norm
-from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_loop, trajectory
-from elr_jax.params import abstract_params, init_params, matrix, table, vector
-from elr_jax.residual import SubLayer, apply_stack, stack_specs
-from elr_jax.typing import Array, Depth, Float, Hidden, Logits, Positions, PRNGKeyArray, SegmentIds, Tokens
+from elr_jax.layers.linear import wide_product
+from elr_jax.layers.norms import rms_norm, unit_norm
+from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
+from elr_jax.params import abstract_params, init_params, map_specs, matrix, table, vector
+from elr_jax.residual import SubLayer, apply_stack, extend_stack, stack_specs
+from elr_jax.typing import Array, Depth, Float, Hidden, Int, Logits, Positions, PRNGKeyArray, SegmentIds, Tokens, widen
 
 
 @struct.dataclass
 class Params:
-    """All parameters of a model; `head` is None when the embedding is tied."""
+    """All parameters of a model.
+
+    `head` is None when the embedding is tied, `norm` on the unit sphere, `logit_scale` off it.
+    """
 
     embedding: Float[Array, "V D"]
     prelude: tuple[SubLayer, ...]
     core: tuple[SubLayer, ...]
     coda: tuple[SubLayer, ...]
     loop: LoopParams
-    norm: Float[Array, "D"]
+    norm: Float[Array, "D"] | None
     head: Float[Array, "D V"] | None
+    logit_scale: Float[Array, "V"] | None
 
 
 def param_specs(config: ModelConfig) -> Params:
     """The declaration of every parameter: a `Params` of `ParamSpec` leaves."""
     v, d = config.vocab_size, config.d_model
-    std = d**-0.5 if config.tie_embeddings else 1.0
+    sphere = config.sphere
+    std = None if sphere else d**-0.5 if config.tie_embeddings else 1.0
+    head = matrix((d, v), ("embed", "vocab"), group="embedding", unit=sphere is not None)
     return Params(
         embedding=table(v, d, std),
         prelude=stack_specs(config.prelude, config),
         core=stack_specs(config.core, config),
         coda=stack_specs(config.coda, config),
         loop=loop_specs(config),
-        norm=vector(d, "embed", 1.0),
-        head=None if config.tie_embeddings else matrix((d, v), ("embed", "vocab"), group="embedding"),
+        norm=None if sphere else vector((d,), ("embed",), 1.0),
+        head=None if config.tie_embeddings else head,
+        logit_scale=vector((v,), ("vocab",), sphere.init_std) if sphere else None,
     )
 
 
@@ -71,12 +81,13 @@ def apply(
 ) -> Logits:
     """Next-token logits [B,T,V] in float32 after `depth` [B] rounds of each example (1 … max_loops).
 
-    logits = head(RMSNorm(coda(loop(prelude(embed(tokens)), depth)))). Tokens attend within equal `segment_ids` (None:
+    logits = head(RMSNorm(coda(loop(prelude(embed(tokens)), depth)))); on the unit sphere the head's output is scaled
+    instead of its input normed. Tokens attend within equal `segment_ids` (None:
     one segment); `positions` default to 0 … T−1. `key`, one for the batch or one for each example, is needed by a
     random initial state alone. Gradients flow through the last `backprop_loops` rounds of each example (None: all).
     """
     _check_depth(depth, config)
-    params = _cast(params, runtime)
+    params = _cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     state = run_loop(
         entry,
@@ -94,6 +105,68 @@ def apply(
     return _logits(params, state, config)
 
 
+def extend(
+    params: Params,
+    tokens: Tokens,
+    depth: Depth,
+    cache: Cache,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    new: Int[Array, "B"] | None = None,
+    positions: Positions | None = None,
+    key: PRNGKeyArray | None = None,
+    fresh: bool = False,
+    last_only: bool = False,
+) -> tuple[Logits, Cache]:
+    """Logits [B,T,V] of new tokens after those in the cache, and the cache with them: prefill, chunk or decode step.
+
+    The first `new` [B] of each row's tokens are real (None: all), the rest is padding: it leaves no trace in the cache
+    and its logits mean nothing. `depth` [B] may differ from call to call. `positions` default to each row's length in
+    the cache and on. `fresh` says that the cache is empty, so that a prompt's attention may go in blocks. `last_only`
+    gives the logits [B,1,V] of each row's last real token. The caller minds that the capacity is not exceeded; beyond
+    it, a `*` layer would forget its oldest tokens.
+    """
+    _check_depth(depth, config)
+    params = _cast(params, config, runtime)
+    batch, count = tokens.shape
+    new = jnp.full(batch, count, jnp.int32) if new is None else new
+    if positions is None:
+        positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
+    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length)
+    noise = _noise(key, positions, config, runtime)
+
+    def stack(x: Hidden, name: str, entries: Any) -> tuple[Hidden, Any]:
+        past = (None,) * len(entries) if fresh else entries
+        letters = getattr(config, name)
+        return extend_stack(x, getattr(params, name), context, past, letters=letters, config=config)
+
+    def once(x: Hidden, name: str) -> tuple[Hidden, Any]:
+        entries = getattr(cache, name)
+        with jax.named_scope(name):
+            x, made = stack(x, name, caches.read(entries, 0))
+            made = jax.tree.map(lambda leaf: leaf[None], made)
+            return x, caches.commit(entries, made, cache.length, new)
+
+    x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
+    state, kept = run_cached_loop(
+        x,
+        depth,
+        params.loop,
+        None,
+        caches.blank(cache.core, count),
+        core=lambda i, u, _: stack(u, "core", caches.read(cache.core, i)),
+        config=config,
+        noise=noise,
+    )
+    core = caches.commit(cache.core, kept, cache.length, new)
+    state, coda = once(state, "coda")
+    if last_only:
+        state = jnp.take_along_axis(state, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
+    logits = _logits(params, state, config)
+    return logits, Cache(prelude=prelude, core=core, coda=coda, length=cache.length + new)
+
+
 def states(
     params: Params,
     tokens: Tokens,
@@ -107,7 +180,7 @@ def states(
 ) -> Float[Array, "R+1 B T D"]:
     """The loop's states s_0 … s_max_loops, each example frozen after its own depth; arguments as for `apply`."""
     _check_depth(depth, config)
-    params = _cast(params, runtime)
+    params = _cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     core = _core(config, runtime)
     return trajectory(entry, depth, params.loop, (params.core, context), core=core, config=config, noise=noise)
@@ -137,11 +210,16 @@ def _encode(
         segment_ids = jnp.zeros(tokens.shape, jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    context = make_context(positions, segment_ids, config)
+    context = make_context(positions, segment_ids, config, dtype=runtime.dtype)
     with jax.named_scope("prelude"):
-        x = params.embedding[tokens].astype(runtime.dtype)
+        x = _embed(params, tokens, config, runtime)
         x = apply_stack(x, params.prelude, context, letters=config.prelude, config=config, runtime=runtime)
     return x, context, _noise(key, positions, config, runtime)
+
+
+def _embed(params: Params, tokens: Tokens, config: ModelConfig, runtime: Runtime) -> Hidden:
+    x = params.embedding[tokens].astype(runtime.dtype)
+    return unit_norm(x, eps=config.norm_eps) if config.sphere and config.sphere.embedding_norm else x
 
 
 def _noise(key: PRNGKeyArray | None, positions: Positions, config: ModelConfig, runtime: Runtime) -> Hidden | None:
@@ -158,15 +236,21 @@ def _noise(key: PRNGKeyArray | None, positions: Positions, config: ModelConfig, 
 
 def _logits(params: Params, state: Hidden, config: ModelConfig) -> Logits:
     with jax.named_scope("head"):
-        x = rms_norm(state, params.norm, eps=config.norm_eps)
+        x = state if params.norm is None else rms_norm(state, params.norm, eps=config.norm_eps)
         if params.head is None:
-            return jnp.einsum("btd,vd->btv", x, params.embedding.astype(x.dtype), preferred_element_type=jnp.float32)
-        return jnp.einsum("btd,dv->btv", x, params.head.astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = wide_product("btd,vd->btv", x, params.embedding)
+        else:
+            logits = wide_product("btd,dv->btv", x, params.head)
+        if params.logit_scale is None or config.sphere is None:
+            return logits
+        return logits * (widen(params.logit_scale) / config.sphere.init_std)
 
 
-def _cast(params: Params, runtime: Runtime) -> Params:
-    """Working copies of the matrices, made once a pass; vectors stay float32, where norms and gates are computed."""
-    return jax.tree.map(lambda leaf: leaf.astype(runtime.dtype) if leaf.ndim > 1 else leaf, params)
+def _cast(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
+    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them."""
+    return map_specs(
+        lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs else leaf, param_specs(config), params
+    )
 
 
 def _check_depth(depth: Any, config: ModelConfig) -> None:

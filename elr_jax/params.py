@@ -53,6 +53,16 @@ def constant(value: float) -> Initializer:
     return lambda key, shape: jnp.full(shape, value, jnp.float32)
 
 
+def unit_normal(axis: int) -> Initializer:
+    """Normal values, their vectors along one axis scaled to norm 1."""
+
+    def start(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+        draw = jax.random.normal(key, shape, jnp.float32)
+        return draw / jnp.linalg.norm(draw, axis=axis, keepdims=True)
+
+    return start
+
+
 def identity(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
     """The identity matrix."""
     return jnp.eye(*shape, dtype=jnp.float32)
@@ -64,27 +74,50 @@ def orthogonal(gain: float) -> Initializer:
 
 
 def matrix(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], *, inputs: int = 1, gain: float = 1.0, group: Group = "matrix"
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    inputs: int = 1,
+    gain: float = 1.0,
+    group: Group = "matrix",
+    unit: bool = False,
 ) -> Any:
-    """A linear map between hidden spaces, started at standard deviation gain/√fan_in."""
+    """A linear map between hidden spaces, started at standard deviation gain/√fan_in, or `unit` along `embed`."""
     std = gain / math.sqrt(math.prod(shape[:inputs]))
     init = truncated_normal(std) if gain else constant(0.0)
+    if unit:
+        init = unit_normal(axes.index("embed"))
     return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs)
 
 
-def table(rows: int, width: int, std: float) -> Any:
-    """An embedding: one row of the given standard deviation for each token."""
-    return ParamSpec(shape=(rows, width), axes=("vocab", "embed"), init=truncated_normal(std), group="embedding")
+def table(rows: int, width: int, std: float | None) -> Any:
+    """An embedding: for each token one row of the given standard deviation, or of norm 1 (None)."""
+    init = unit_normal(1) if std is None else truncated_normal(std)
+    return ParamSpec(shape=(rows, width), axes=("vocab", "embed"), init=init, group="embedding")
 
 
-def vector(size: int, axis: str | None, value: float, *, group: Group = "vector") -> Any:
+def vector(shape: tuple[int, ...], axes: tuple[str | None, ...], value: float, *, group: Group = "vector") -> Any:
     """A scale or bias with one constant start."""
-    return ParamSpec(shape=(size,), axes=(axis,), init=constant(value), group=group, inputs=0)
+    return ParamSpec(shape=shape, axes=axes, init=constant(value), group=group, inputs=0)
 
 
-def map_specs(function: Callable[[ParamSpec], Any], specs: Any) -> Any:
-    """Apply a function to every `ParamSpec` of a tree."""
-    return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+def onto_sphere(params: Any, specs: Any) -> Any:
+    """Every matrix and table with its vectors along the model's width (`embed`) scaled to norm 1, as nGPT trains.
+
+    Read and out projections alike: each vector that meets or makes a hidden state is a direction. [NVIDIA/ngpt]
+    """
+
+    def project(spec: ParamSpec, leaf: Array) -> Array:
+        if spec.group not in ("matrix", "embedding"):
+            return leaf
+        return leaf / jnp.linalg.norm(leaf, axis=spec.axes.index("embed"), keepdims=True)
+
+    return map_specs(project, specs, params)
+
+
+def map_specs(function: Callable[..., Any], specs: Any, *trees: Any) -> Any:
+    """Apply a function to every `ParamSpec` of a tree, and to the leaves beside it in other trees of its structure."""
+    return jax.tree.map(function, specs, *trees, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
 def init_params(key: PRNGKeyArray, specs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Named models, each with the table its numbers come from."""
 
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, SphereConfig
 
 PLAIN = LoopRule(update="replace", max_loops=1)
 """The loop rule under which a config is a plain transformer: every layer once."""
@@ -35,4 +35,31 @@ def tiny_pointer_chase(loop: LoopRule | None = None) -> ModelConfig:
         mlp=MLPConfig(d_ff=256, kind="squared_relu"),
         loop=loop or LoopRule(max_loops=6),
         residual_init="zero",
+    )
+
+
+DORY = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=4)
+"""The loop rule of Dory: the prelude's output joins every round, on the unit sphere."""
+
+
+def dory_4b() -> ModelConfig:
+    """Dory1.0-4B as released: 72 sub-layers split 16 | 40 | 16, 3,975,229,440 parameters, 1–4 loops (2 by default).
+
+    Sizes and tensor names are certain; rotary bases, window and `init_std` are those of the ports in vLLM and
+    transformers 5.24.
+    """
+    block = "S-S-S-*-"
+    return ModelConfig(
+        vocab_size=131_072,
+        d_model=2560,
+        prelude=2 * block,
+        core=5 * block,
+        coda=2 * block,
+        attention=AttentionConfig(
+            num_heads=16, num_kv_heads=4, head_dim=256, window=1024, rope_base=1e7, window_rope_base=1e4
+        ),
+        mlp=MLPConfig(d_ff=7168, kind="swiglu"),
+        loop=DORY,
+        sphere=SphereConfig(init_std=0.0177, rate_init=0.05),
+        max_positions=8192,
     )

@@ -1,16 +1,17 @@
-"""How a sub-layer joins the stream: x + f(RMSNorm(x))."""
+"""How a sub-layer joins the stream: x + f(RMSNorm(x)), or a step on the unit sphere."""
 
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.layers import LAYERS, Context
-from elr_jax.layers.norms import rms_norm
+from elr_jax.layers import KV, LAYERS, Context
+from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import vector
-from elr_jax.typing import Array, Float, Hidden
+from elr_jax.typing import Array, Float, Hidden, widen
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -21,17 +22,37 @@ POLICIES = {
 
 @struct.dataclass
 class SubLayer:
-    """One physical layer: the scale of its norm and the parameters of its function."""
+    """One physical layer: the scale of its norm, or its rate on the unit sphere, and the parameters of its function."""
 
-    norm: Float[Array, "D"]
+    norm: Float[Array, "D"] | None
+    rate: Float[Array, "D"] | None
     mixer: Any
 
 
 def stack_specs(letters: str, config: ModelConfig) -> tuple[SubLayer, ...]:
     """Parameter declarations of a string of layers."""
     gain = 0.0 if config.residual_init == "zero" else 1 / math.sqrt(len(config.layers))
-    norm = vector(config.d_model, "embed", 1.0)
-    return tuple(SubLayer(norm=norm, mixer=LAYERS[letter].specs(config, gain)) for letter in letters)
+    start = config.sphere.init_std if config.sphere else 1.0
+    join = vector((config.d_model,), ("embed",), start)
+    norm, rate = (None, join) if config.sphere else (join, None)
+    return tuple(SubLayer(norm=norm, rate=rate, mixer=LAYERS[letter].specs(config, gain)) for letter in letters)
+
+
+def sub_layer(
+    letter: str, x: Hidden, params: SubLayer, context: Context, config: ModelConfig, past: KV | None = None
+) -> tuple[Hidden, KV | None]:
+    """x + f(RMSNorm(x)); on the unit sphere unit(x̂ + |rate·rate_init/std| ⊙ (unit(f(x)) − x̂)) with x̂ = unit(x).
+
+    With it comes what a cache keeps of the layer's tokens.
+    """
+    with jax.named_scope(f"layer_{letter}"):
+        inner = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
+        out, made = LAYERS[letter].apply(inner, params.mixer, context, config, past=past)
+        if params.rate is None or config.sphere is None:
+            return x + out, made
+        start, end = (unit_norm(widen(y), eps=config.norm_eps) for y in (x, out))
+        step = jnp.abs(widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std))
+        return unit_norm(start + step * (end - start), eps=config.norm_eps).astype(x.dtype), made
 
 
 def apply_stack(
@@ -44,11 +65,25 @@ def apply_stack(
 
 
 def _remat(letter: str, config: ModelConfig, runtime: Runtime):
-    def sub_layer(x: Hidden, params: SubLayer, context: Context) -> Hidden:
-        with jax.named_scope(f"layer_{letter}"):
-            return x + LAYERS[letter].apply(
-                rms_norm(x, params.norm, eps=config.norm_eps), params.mixer, context, config
-            )
+    def without_cache(x: Hidden, params: SubLayer, context: Context) -> Hidden:
+        return sub_layer(letter, x, params, context, config)[0]
 
     policy = POLICIES.get(runtime.remat)
-    return sub_layer if policy is None else jax.checkpoint(sub_layer, policy=policy)
+    return without_cache if policy is None else jax.checkpoint(without_cache, policy=policy)
+
+
+def extend_stack(
+    x: Hidden,
+    stack: tuple[SubLayer, ...],
+    context: Context,
+    past: tuple[KV | None, ...],
+    *,
+    letters: str,
+    config: ModelConfig,
+) -> tuple[Hidden, tuple[KV | None, ...]]:
+    """Run a string of layers over new tokens, each after its own past, and collect what the cache keeps of them."""
+    made = []
+    for letter, params, before in zip(letters, stack, past, strict=True):
+        x, kept = sub_layer(letter, x, params, context, config, before)
+        made.append(kept)
+    return x, tuple(made)

@@ -67,7 +67,7 @@ class _Saved:
 def _forward(body: Body, max_rounds: int, first: Array, last: Array, carry: Carry, operands: Operands):
     static: dict[str, Any] = {}
 
-    def step(i: Array, carry: Carry, operands: Operands) -> tuple[Carry, list[Array | None]]:
+    def step(i: Array, carry: Carry) -> tuple[Carry, list[Array | None]]:
         carry, pull = jax.vjp(partial(body, i), carry, operands)
         leaves, static["structure"] = jax.tree.flatten(pull)
         shared = {id(leaf): j for j, leaf in enumerate(jax.tree.leaves(operands))}
@@ -75,10 +75,10 @@ def _forward(body: Body, max_rounds: int, first: Array, last: Array, carry: Carr
         return carry, [None if id(leaf) in shared else leaf for leaf in leaves]
 
     def save(i: Array, state: tuple[Carry, list[Array | None]]) -> tuple[Carry, list[Array | None]]:
-        carry, made = step(i, state[0], operands)
+        carry, made = step(i, state[0])
         return carry, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf), state[1], made)
 
-    _, shapes = jax.eval_shape(step, jnp.int32(0), carry, operands)
+    _, shapes = jax.eval_shape(step, jnp.int32(0), carry)
     buffers = jax.tree.map(lambda leaf: jnp.zeros((max_rounds, *leaf.shape), leaf.dtype), shapes)
     carry, buffers = lax.fori_loop(0, last, save, (carry, buffers))
     return carry, _Saved(stacked=buffers, operands=operands, first=first, last=last, **static)

@@ -4,6 +4,7 @@ B batch · T query length · S key length · D model · N query heads · K key-v
 V vocabulary · R rounds (loops) · W window.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key, PRNGKeyArray
 
 Tokens = Int[Array, "B T"]
@@ -15,6 +16,12 @@ Depth = Int32[Array, "B"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Scalar = Float[Array, ""]
+
+
+def widen(x: Array) -> Array:
+    """The array in the type that sums, norms, gates and losses are computed in: float32, or float64 if it is that."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
 
 __all__ = [
     "Array",
@@ -33,4 +40,5 @@ __all__ = [
     "Scalar",
     "SegmentIds",
     "Tokens",
+    "widen",
 ]

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from elr_jax import flops
-from elr_jax.config import digest
+from elr_jax.config import digest, to_dict
+from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.train.metrics import read_metrics
 from elr_jax.train.runner import load_params, train
@@ -42,8 +43,11 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """Changes with anything that decides the results, except the seed."""
-        recipe = {name: value for name, value in self.recipe.to_dict().items() if name != "seed"}
+        """Changes with anything that decides the results, except the seed.
+
+        Defaults are left out, so that a new field of a config does not make a cell's results stale.
+        """
+        recipe = to_dict(dataclasses.replace(self.recipe, seed=0), unions=LAW_UNIONS, omit_defaults=True)
         return digest({"recipe": recipe, "task": self.task.settings, "eval_batches": self.eval_batches})
 
 

@@ -85,7 +85,7 @@ def test_spread_of_the_starts():
         assert float(jnp.abs(start[name]).max()) <= 2 / 0.8796 * std * 1.001, "cut at two standard deviations"
     square = orthogonal(0.6)(KEY, (20, 20))
     np.testing.assert_allclose(square @ square.T, 0.36 * np.eye(20), atol=1e-5)
-    assert (init_params(KEY, vector(3, None, 0.25)) == 0.25).all()
+    assert (init_params(KEY, vector((3,), (None,), 0.25)) == 0.25).all()
 
 
 def test_outputs_can_start_at_zero():
@@ -100,6 +100,6 @@ def test_squared_relu_has_no_gate():
 
 
 def test_a_spec_names_every_axis():
-    spec = dataclasses.asdict(vector(3, "embed", 1.0))
+    spec = dataclasses.asdict(vector((3,), ("embed",), 1.0))
     with pytest.raises(AssertionError, match="rank"):
         ParamSpec(**{**spec, "axes": ("embed", None)})

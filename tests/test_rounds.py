@@ -1,9 +1,11 @@
 """The bounded loop as a function of its own: any carry, any operands, its range of gradients and what it keeps."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import RULES, assert_close, assert_same_bits, small_model
 from jax.extend.core import jaxprs_in_params
@@ -114,3 +116,19 @@ def test_weights_are_not_kept_once_more_in_every_round(name, remat, dtype):
         assert set(kept) <= {(2, 7, 8)}, "only the incoming state"
     elif remat == "layer":
         assert all(math.prod(shape) <= 2 * 7 * 8 for shape in kept), "only what has the size of a state"
+
+
+def test_an_array_may_stand_twice_among_the_operands():
+    """The residuals are counted twice, once for their shapes: both counts must see the same arrays as the same."""
+
+    def loss(form, x):
+        body = lambda i, x, operands: jnp.sin(x * operands["a"])  # the other one is not read
+        table = jnp.cos(jnp.arange(2.0) + jnp.max(jnp.array([1, 2])))
+        operands = {"a": table, "b": table}
+        if form == "scan":
+            return jnp.sum(scan_rounds(body, 3, x, operands))
+        return jnp.sum(bounded_rounds(body, 3, jnp.int32(0), jnp.int32(3), x, operands))
+
+    x = jnp.array([0.3, 0.7])
+    bounded, scan = (jax.jit(jax.grad(partial(loss, form)))(x) for form in ("bounded", "scan"))
+    np.testing.assert_allclose(bounded, scan, rtol=1e-6)

@@ -1,8 +1,10 @@
 """Causal grouped-query attention, full (`*`) or over a sliding window (`S`), in plain JAX.
 
 The window form cuts the sequence into blocks and lets each block see the few before it that its window reaches, so its
-cost grows with T·W. Tokens attend within their own segment only.
+cost grows with T·W. Tokens attend within their own segment only. With a past, tokens attend to it and to themselves.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,70 +12,159 @@ from flax import struct
 
 from elr_jax.config import ModelConfig
 from elr_jax.layers.linear import product
-from elr_jax.layers.norms import rms_norm
+from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.layers.rope import Rotary, rotary_table, rotate
-from elr_jax.params import matrix
-from elr_jax.typing import Array, Bool, Float, Hidden, Int, Keys, Positions, Queries, SegmentIds
+from elr_jax.params import matrix, vector
+from elr_jax.typing import Array, Bool, Float, Hidden, Int, Keys, Positions, Queries, SegmentIds, widen
 
 MASKED = -1e30  # finite: a row without visible keys stays free of NaN
 
 
 @struct.dataclass
 class Attention:
-    """Projections of one attention layer."""
+    """Projections of one attention layer, and what the unit sphere adds to them."""
 
     query: Float[Array, "D N H"]
     key: Float[Array, "D K H"]
     value: Float[Array, "D K H"]
     output: Float[Array, "N H D"]
+    sphere: "SphereAttention | None"
+
+
+@struct.dataclass
+class SphereAttention:
+    """The output gate and the learned scales of queries and gate logits."""
+
+    gate: Float[Array, "D N H"]
+    query_scale: Float[Array, "N H"]
+    gate_scale: Float[Array, "N H"]
+
+
+@struct.dataclass
+class KV:
+    """Rotated keys and values of some tokens, head-major; a cache's have a leading axis of loops."""
+
+    key: Float[Array, "*L B K S H"]
+    value: Float[Array, "*L B K S H"]
 
 
 @struct.dataclass
 class Context:
-    """What every layer of a forward pass shares about the tokens: their segments and their rotary angles."""
+    """What every layer of a forward pass shares about its tokens."""
 
     segment_ids: SegmentIds
-    rotary: Rotary | None
+    rotary: dict[float, Rotary]
+    """Angles by rotary base."""
+    length: Int[Array, "B"] | None = None
+    """Tokens of each row in the cache before this call; None without a cache."""
 
 
-def make_context(positions: Positions, segment_ids: SegmentIds, config: ModelConfig) -> Context:
-    """The context of a batch; the rotary table is made here, once, and not in every round of the loop."""
+def make_context(
+    positions: Positions,
+    segment_ids: SegmentIds,
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    length: Int[Array, "B"] | None = None,
+) -> Context:
+    """The context of a batch; the rotary tables are made here, once, and not in every round of the loop."""
     attention = config.attention
-    if attention.rope_base is None:
-        return Context(segment_ids=segment_ids, rotary=None)
-    table = rotary_table(positions, head_dim=attention.head_dim, base=attention.rope_base)
-    return Context(segment_ids=segment_ids, rotary=table)
+    table = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=dtype)
+    bases = (attention.base(letter) for letter in sorted({"*", "S"} & set(config.layers)))
+    rotary = {base: table(base=base) for base in bases if base is not None}
+    return Context(segment_ids=segment_ids, rotary=rotary, length=length)
 
 
 def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
     """Parameter declarations of one attention layer."""
     d, n, k, h = config.d_model, config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim
+    sphere = config.sphere
+    wide = matrix((d, n, h), ("embed", "heads", "head_dim"), unit=sphere is not None)
+    narrow = matrix((d, k, h), ("embed", "kv_heads", "head_dim"), unit=sphere is not None)
+    scale = vector((n, h), ("heads", "head_dim"), sphere.init_std if sphere else 1.0)
     return Attention(
-        query=matrix((d, n, h), ("embed", "heads", "head_dim")),
-        key=matrix((d, k, h), ("embed", "kv_heads", "head_dim")),
-        value=matrix((d, k, h), ("embed", "kv_heads", "head_dim")),
-        output=matrix((n, h, d), ("heads", "head_dim", "embed"), inputs=2, gain=output_gain),
+        query=wide,
+        key=narrow,
+        value=narrow,
+        output=matrix((n, h, d), ("heads", "head_dim", "embed"), inputs=2, gain=output_gain, unit=sphere is not None),
+        sphere=SphereAttention(gate=wide, query_scale=scale, gate_scale=scale) if sphere else None,
     )
 
 
-def attend(x: Hidden, params: Attention, context: Context, config: ModelConfig, *, window: int | None) -> Hidden:
-    """softmax(q kᵀ/√H + mask) v, projected back to D; `window` counts the visible keys, the query's own included."""
+def attend(
+    x: Hidden, params: Attention, context: Context, config: ModelConfig, *, letter: str, past: KV | None = None
+) -> tuple[Hidden, KV]:
+    """softmax(q kᵀ/√H + mask) v, projected back to D, and the keys and values made on the way.
+
+    A `*` sees all keys before it, an `S` the last `attention.window`, its own included; `past` holds the cached ones.
+    On the unit sphere q = (√H·query_scale/std)² ⊙ unit(q), k = unit(k), and the output is gated by
+    σ(x W_g ⊙ gate_init·(gate_scale/std)²) and normalised over all heads before the last product. [Dory]
+    """
     q = product("btd,dnh->btnh", x, params.query)
     k = product("btd,dkh->btkh", x, params.key)
     v = product("btd,dkh->btkh", x, params.value)
-    if context.rotary is not None:
-        q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+    base = config.attention.base(letter)
+    if base is not None:
+        q, k = rotate(q, context.rotary[base]), rotate(k, context.rotary[base])
     if config.attention.qk_norm:
         q, k = rms_norm(q, eps=config.norm_eps), rms_norm(k, eps=config.norm_eps)
-    out = windowed_attention(q, k, v, context.segment_ids, window=window)
-    return product("btnh,nhd->btd", out, params.output)
+    if params.sphere is not None and config.sphere is not None:
+        q, k = unit_norm(q, eps=config.norm_eps), unit_norm(k, eps=config.norm_eps)
+        factor = config.attention.head_dim**0.5 / config.sphere.init_std
+        q = (widen(q) * jnp.square(widen(params.sphere.query_scale) * factor)).astype(q.dtype)
+    window = config.attention.window if letter == "S" else None
+    if past is None or context.length is None:
+        out = windowed_attention(q, k, v, context.segment_ids, window=window)
+    else:
+        out = attend_past(q, k, v, past, context.length, window=window)
+    if params.sphere is not None and config.sphere is not None:
+        gain = (config.sphere.gate_init or config.d_model**0.5) / config.sphere.init_std**2
+        logits = widen(product("btd,dnh->btnh", x, params.sphere.gate))
+        logits *= gain * jnp.square(widen(params.sphere.gate_scale))
+        out = (widen(out) * jax.nn.sigmoid(logits)).astype(out.dtype)
+        out = unit_norm(out.reshape(*out.shape[:2], -1), eps=config.norm_eps).reshape(out.shape)
+    made = KV(key=jnp.swapaxes(k, 1, 2), value=jnp.swapaxes(v, 1, 2))
+    return product("btnh,nhd->btd", out, params.output), made
+
+
+def held_positions(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
+    """Which token each slot of a cache of `size` holds, counted from its row's first; negative where none is.
+
+    Token p is kept in slot p mod S, so a cache that is full holds the last S tokens.
+    """
+    last = length[:, None] - 1
+    return last - (last - jnp.arange(size)) % size
+
+
+def attend_past(q: Queries, k: Keys, v: Keys, past: KV, length: Int[Array, "B"], *, window: int | None) -> Queries:
+    """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves."""
+    batch, new, heads, width = q.shape
+    groups = k.shape[2]
+    share = heads // groups
+    q = jnp.transpose(q.reshape(batch, new, groups, share, width), (0, 2, 3, 1, 4)).reshape(batch, groups, -1, width)
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    keys = jnp.concatenate([held_positions(length, past.key.shape[2]), length[:, None] + jnp.arange(new)], axis=1)
+    query = (length[:, None] + jnp.arange(new))[:, :, None]
+    visible = (keys[:, None] >= 0) & (keys[:, None] <= query)
+    if window is not None:
+        visible &= keys[:, None] > query - window
+    scores = [jnp.einsum("bkth,bksh->bkts", q, x, preferred_element_type=wide) for x in (past.key, k)]
+    scores = jnp.concatenate(scores, axis=-1).reshape(batch, groups, share, new, -1) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    weights = weights.reshape(batch, groups, share * new, -1).astype(v.dtype)
+    old = past.key.shape[2]
+    out = jnp.einsum("bkts,bksh->bkth", weights[..., :old], past.value, preferred_element_type=wide)
+    out += jnp.einsum("bkts,bksh->bkth", weights[..., old:], v, preferred_element_type=wide)
+    out = jnp.transpose(out.reshape(batch, groups, share, new, width), (0, 3, 1, 2, 4))
+    return out.reshape(batch, new, heads, width).astype(q.dtype)
 
 
 def windowed_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, window: int | None) -> Queries:
     """Causal attention of q [B,T,N,H] over k, v [B,T,K,H] within segments and the last `window` keys (None: all).
 
-    Sums are float32. Queries go in blocks that see no key block beyond their reach: the few before them under a window,
-    all before them without one.
+    Sums are float32 or wider. Queries go in blocks that see no key block beyond their reach: the few before them under
+    a window, all before them without one.
     """
     batch, length, heads, width = q.shape
     groups = k.shape[2]
@@ -190,15 +281,15 @@ def _attend(
     """Softmax attention; query t stands at position t + offset of the keys. Dividing comes last, on small arrays."""
     batch, groups, share, length, width = q.shape
     rows = (batch, groups, share * length)
-    scores = jnp.einsum("bkth,bksh->bkts", q.reshape(*rows, width), k, preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bkth,bksh->bkts", q.reshape(*rows, width), k, preferred_element_type=wide)
     scores = scores.reshape(batch, groups, share, length, -1) * width**-0.5
     visible = _visible(query_segments, key_segments, offset=offset, window=window)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        "bkts,bksh->bkth", weights.reshape(*rows, -1).astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
+    weights = weights.reshape(*rows, -1).astype(v.dtype)
+    out = jnp.einsum("bkts,bksh->bkth", weights, v, preferred_element_type=wide)
     return (out.reshape(q.shape) / total).astype(q.dtype)
 
 

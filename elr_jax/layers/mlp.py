@@ -6,35 +6,51 @@ from flax import struct
 
 from elr_jax.config import ModelConfig
 from elr_jax.layers.linear import product
-from elr_jax.params import matrix
-from elr_jax.typing import Array, Float, Hidden
+from elr_jax.layers.norms import unit_norm
+from elr_jax.params import matrix, vector
+from elr_jax.typing import Array, Float, Hidden, widen
 
 
 @struct.dataclass
 class MLP:
-    """Weights of one feed-forward layer; `gate` is None for squared ReLU."""
+    """Weights of one feed-forward layer; `gate` is None for squared ReLU, the scales are the unit sphere's alone."""
 
     gate: Float[Array, "D F"] | None
     up: Float[Array, "D F"]
     down: Float[Array, "F D"]
+    gate_scale: Float[Array, "F"] | None
+    up_scale: Float[Array, "F"] | None
 
 
 def mlp_specs(config: ModelConfig, output_gain: float) -> MLP:
     """Parameter declarations of one feed-forward layer."""
     d, f = config.d_model, config.mlp.d_ff
-    wide = matrix((d, f), ("embed", "mlp"))
+    sphere, gated = config.sphere is not None, config.mlp.kind == "swiglu"
+    wide = matrix((d, f), ("embed", "mlp"), unit=sphere)
+    scale = vector((f,), ("mlp",), 1.0) if sphere else None
     return MLP(
-        gate=wide if config.mlp.kind == "swiglu" else None,
+        gate=wide if gated else None,
         up=wide,
-        down=matrix((f, d), ("mlp", "embed"), gain=output_gain),
+        down=matrix((f, d), ("mlp", "embed"), gain=output_gain, unit=sphere),
+        gate_scale=scale if gated else None,
+        up_scale=scale,
     )
 
 
-def mlp(x: Hidden, params: MLP) -> Hidden:
-    """(silu(x G) ⊙ x U) D with a gate matrix, relu(x U)² D without."""
-    up = product("btd,df->btf", x, params.up)
+def mlp(x: Hidden, params: MLP, config: ModelConfig) -> Hidden:
+    """(silu(x G) ⊙ x U) D with a gate matrix, relu(x U)² D without.
+
+    On the unit sphere x G and x U are multiplied by scale·√D, and what D projects is normalised first.
+    """
+    up = _scaled(product("btd,df->btf", x, params.up), params.up_scale, config)
     if params.gate is None:
         inner = jnp.square(jax.nn.relu(up))
     else:
-        inner = jax.nn.silu(product("btd,df->btf", x, params.gate)) * up
+        inner = jax.nn.silu(_scaled(product("btd,df->btf", x, params.gate), params.gate_scale, config)) * up
+    if config.sphere:
+        inner = unit_norm(inner, eps=config.norm_eps)
     return product("btf,fd->btd", inner, params.down)
+
+
+def _scaled(x: Float[Array, "B T F"], scale: Float[Array, "F"] | None, config: ModelConfig) -> Float[Array, "B T F"]:
+    return x if scale is None else (widen(x) * (widen(scale) * config.d_model**0.5)).astype(x.dtype)

@@ -17,6 +17,7 @@ from elr_jax import model
 from elr_jax.config import Runtime
 from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
+from elr_jax.params import onto_sphere
 from elr_jax.train.data import Batch
 from elr_jax.train.settings import Recipe
 from elr_jax.typing import Array, Depth, Float, Int32, PRNGKeyArray
@@ -83,10 +84,13 @@ def train_step(
 
     grad_norm = optax.tree.norm(gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    if recipe.model.sphere:
+        params = onto_sphere(params, model.param_specs(recipe.model))
     finite = jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
-        (optax.apply_updates(state.params, updates), opt_state),
+        (params, opt_state),
         (state.params, state.opt_state),
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)

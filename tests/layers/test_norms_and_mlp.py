@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import RULES, small_model
 
 from elr_jax.layers.linear import product
 from elr_jax.layers.mlp import MLP, mlp
 from elr_jax.layers.norms import rms_norm, unit_norm
 
+CONFIG = small_model(RULES["elr"])
 X = jax.random.normal(jax.random.key(0), (2, 3, 4))
 
 
@@ -41,13 +43,15 @@ def test_swiglu():
     gate, up, down = weights(4, 5), weights(4, 5, seed=2), weights(5, 4, seed=3)
     x, g = np.asarray(X, np.float64), np.asarray(X @ gate, np.float64)
     expected = (g / (1 + np.exp(-g)) * (x @ up)) @ down
-    np.testing.assert_allclose(mlp(X, MLP(gate=gate, up=up, down=down)), expected, rtol=1e-4, atol=1e-5)
+    params = MLP(gate=gate, up=up, down=down, gate_scale=None, up_scale=None)
+    np.testing.assert_allclose(mlp(X, params, CONFIG), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_squared_relu():
     up, down = weights(4, 5, seed=2), weights(5, 4, seed=3)
     expected = np.maximum(np.asarray(X, np.float64) @ up, 0) ** 2 @ down
-    np.testing.assert_allclose(mlp(X, MLP(gate=None, up=up, down=down)), expected, rtol=1e-4, atol=1e-5)
+    params = MLP(gate=None, up=up, down=down, gate_scale=None, up_scale=None)
+    np.testing.assert_allclose(mlp(X, params, CONFIG), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_products_round_once():

@@ -36,7 +36,7 @@ def layer_specs():
         wq=matrix((8, 2, 6), ("D", "N", "H")),
         wo=matrix((2, 6, 8), ("N", "H", "D"), inputs=2),
         up=matrix((8, 24), ("D", "F")),
-        norm=vector(8, "D", 1.0),
+        norm=vector((8,), ("D",), 1.0),
         absent=None,
     )
 
