@@ -8,6 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
+PARITY := $(VENV)/.parity
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
@@ -25,8 +26,8 @@ setup: $(DEV) ## Make the environment for working on the project
 test: $(DEV) ## Run the default tests
 	$(PYTEST)
 
-test-slow: $(DEV) ## Run the tests marked slow
-	$(PYTEST) -m slow --timeout 1800
+test-slow: $(PARITY) ## Run the tests marked slow or parity, the latter against PyTorch
+	$(PYTEST) -m 'slow or parity' --timeout 1800
 
 test-all: test test-slow ## Run all tests
 
@@ -53,6 +54,10 @@ $(CORE): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about a minute"
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(PARITY): $(DEV)
+	$(BIN)/python -m pip install --quiet --editable '.[parity]'
 	touch $@
 
 $(DEV): $(CORE)

@@ -280,7 +280,7 @@ def _adaptive_delta_specs(d: int) -> AdaptiveDelta:
 
 def step_size(params: AdaptiveDelta, state: Hidden, *, eps: float) -> Float[Array, "B T D"]:
     """β of the adaptive delta, float32; it may exceed 1, since softplus is unbounded."""
-    logits = widen(product("btd,de->bte", rms_norm(state, eps=eps), params.weight))
+    logits = widen(product(rms_norm(state, eps=eps), params.weight))
     return jax.nn.sigmoid(logits + params.bias) * jax.nn.softplus(params.gain)
 
 
@@ -312,12 +312,12 @@ INJECT = {
     "residual": Inject(_nothing, lambda p, e: e, lambda p, s, drive: s + drive),
     "concat": Inject(
         _concat_specs,
-        lambda p, e: product("btd,de->bte", e, p.entry),
-        lambda p, s, drive: product("btd,de->bte", s, p.state) + drive,
+        lambda p, e: product(e, p.entry),
+        lambda p, s, drive: product(s, p.state) + drive,
     ),
     "gated": Inject(
         _gated_specs,
-        lambda p, e: product("btd,de->bte", e, p.input),
+        lambda p, e: product(e, p.input),
         _gated_combine,
         lambda p, e, *, eps: rms_norm(e, p.norm, eps=eps),
     ),
@@ -335,5 +335,5 @@ BOUNDARY = {
 }
 READOUT = {
     "none": Step(_nothing, lambda p, s: s),
-    "linear": Step(lambda d: _square(d, orthogonal(math.sqrt(2 / 5))), lambda p, s: product("btd,de->bte", s, p)),
+    "linear": Step(lambda d: _square(d, orthogonal(math.sqrt(2 / 5))), lambda p, s: product(s, p)),
 }

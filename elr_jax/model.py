@@ -1,6 +1,7 @@
 """A model as pure functions of parameters, tokens and a depth per example: prelude, looped core, coda, head."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ def apply(
     random initial state alone. Gradients flow through the last `backprop_loops` rounds of each example (None: all).
     """
     _check_depth(depth, config)
-    params = _cast(params, config, runtime)
+    params = cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     state = run_loop(
         entry,
@@ -122,13 +123,13 @@ def extend(
     """Logits [B,T,V] of new tokens after those in the cache, and the cache with them: prefill, chunk or decode step.
 
     The first `new` [B] of each row's tokens are real (None: all), the rest is padding: it leaves no trace in the cache
-    and its logits mean nothing. `depth` [B] may differ from call to call. `positions` default to each row's length in
-    the cache and on. `fresh` says that the cache is empty, so that a prompt's attention may go in blocks. `last_only`
-    gives the logits [B,1,V] of each row's last real token. The caller minds that the capacity is not exceeded; beyond
-    it, a `*` layer would forget its oldest tokens.
+    and its logits mean nothing. `depth` [B] may differ from call to call, and may be 0 where a row has none.
+    `positions` default to each row's length in the cache and on. `fresh` says that the cache is empty, so that a
+    prompt's attention may go in blocks. `last_only` gives the logits [B,1,V] of each row's last real token. The caller
+    minds that the capacity is not exceeded; beyond it, a `*` layer would forget its oldest tokens.
     """
-    _check_depth(depth, config)
-    params = _cast(params, config, runtime)
+    _check_depth(depth, config, least=1 if new is None else 0)
+    params = cast(params, config, runtime)
     batch, count = tokens.shape
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
@@ -142,14 +143,12 @@ def extend(
         return extend_stack(x, getattr(params, name), context, past, letters=letters, config=config)
 
     def once(x: Hidden, name: str) -> tuple[Hidden, Any]:
-        entries = getattr(cache, name)
         with jax.named_scope(name):
-            x, made = stack(x, name, caches.read(entries, 0))
-            made = jax.tree.map(lambda leaf: leaf[None], made)
-            return x, caches.commit(entries, made, cache.length, new)
+            x, made = stack(x, name, caches.read(getattr(cache, name), 0))
+            return x, jax.tree.map(lambda leaf: leaf[None], made)
 
     x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
-    state, kept = run_cached_loop(
+    state, core = run_cached_loop(
         x,
         depth,
         params.loop,
@@ -159,12 +158,21 @@ def extend(
         config=config,
         noise=noise,
     )
-    core = caches.commit(cache.core, kept, cache.length, new)
     state, coda = once(state, "coda")
     if last_only:
         state = jnp.take_along_axis(state, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     logits = _logits(params, state, config)
-    return logits, Cache(prelude=prelude, core=core, coda=coda, length=cache.length + new)
+    with jax.named_scope("commit"):
+        # always `new`, but unknown before the logits are: a write after all reads needs no copy of the donated cache,
+        # and a barrier is gone by the time XLA decides on copies
+        written = jnp.minimum(new, count + (logits[:, 0, 0] > 0))
+        add = partial(caches.commit, length=cache.length, new=written)
+        return logits, Cache(
+            prelude=add(cache.prelude, prelude),
+            core=add(cache.core, core),
+            coda=add(cache.coda, coda),
+            length=cache.length + new,
+        )
 
 
 def states(
@@ -180,7 +188,7 @@ def states(
 ) -> Float[Array, "R+1 B T D"]:
     """The loop's states s_0 … s_max_loops, each example frozen after its own depth; arguments as for `apply`."""
     _check_depth(depth, config)
-    params = _cast(params, config, runtime)
+    params = cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     core = _core(config, runtime)
     return trajectory(entry, depth, params.loop, (params.core, context), core=core, config=config, noise=noise)
@@ -237,26 +245,26 @@ def _noise(key: PRNGKeyArray | None, positions: Positions, config: ModelConfig, 
 def _logits(params: Params, state: Hidden, config: ModelConfig) -> Logits:
     with jax.named_scope("head"):
         x = state if params.norm is None else rms_norm(state, params.norm, eps=config.norm_eps)
-        if params.head is None:
-            logits = wide_product("btd,vd->btv", x, params.embedding)
-        else:
-            logits = wide_product("btd,dv->btv", x, params.head)
+        logits = wide_product(x, params.embedding.T if params.head is None else params.head)
         if params.logit_scale is None or config.sphere is None:
             return logits
         return logits * (widen(params.logit_scale) / config.sphere.init_std)
 
 
-def _cast(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
-    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them."""
+def cast(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
+    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them.
+
+    A pass given copies takes them as they are, which spares a decode step the conversion.
+    """
     return map_specs(
         lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs else leaf, param_specs(config), params
     )
 
 
-def _check_depth(depth: Any, config: ModelConfig) -> None:
+def _check_depth(depth: Any, config: ModelConfig, *, least: int = 1) -> None:
     if isinstance(depth, Tracer):  # under jit the values are unknown: laws and requests are checked before
         return
-    values = np.asarray(depth)
-    if values.size and (values.min() < 1 or values.max() > config.loop.max_loops):
-        bad = values.min() if values.min() < 1 else values.max()
-        raise ElrError(f"depth {bad} is outside 1…{config.loop.max_loops}: ask for fewer loops or raise loop.max_loops")
+    values, most = np.asarray(depth), config.loop.max_loops
+    if values.size and (values.min() < least or values.max() > most):
+        bad = values.min() if values.min() < least else values.max()
+        raise ElrError(f"depth {bad} is outside {least}…{most}: ask for fewer loops or raise loop.max_loops")

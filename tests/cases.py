@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax import presets
+from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, SphereConfig
 
 RULES = {
     "elr": LoopRule(),
@@ -55,3 +56,24 @@ def assert_close(actual, expected, *, rtol: float = 1e-5):
         assert one.shape == other.shape and one.dtype == other.dtype
         error, size = jnp.abs(one - other).max(), jnp.abs(other).max()
         assert error <= rtol * size, f"{jax.tree_util.keystr(path)} is off by {error} of {size}"
+
+
+def tiny_dory(*, prelude: str = "S-*-", core: str = "S-S-*-", coda: str = "*-", **changes) -> ModelConfig:
+    """Dory in small: width 32, grouped heads, a window of 5 and 61 tokens, with the released model's rotary bases."""
+    return ModelConfig(
+        **{
+            "vocab_size": 61,
+            "d_model": 32,
+            "prelude": prelude,
+            "core": core,
+            "coda": coda,
+            "attention": AttentionConfig(
+                num_heads=4, num_kv_heads=2, head_dim=8, window=5, rope_base=1e7, window_rope_base=1e4
+            ),
+            "mlp": MLPConfig(d_ff=48),
+            "loop": presets.DORY,
+            "sphere": SphereConfig(),
+            "max_positions": 256,
+            **changes,
+        }
+    )

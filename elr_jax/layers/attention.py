@@ -100,9 +100,9 @@ def attend(
     On the unit sphere q = (√H·query_scale/std)² ⊙ unit(q), k = unit(k), and the output is gated by
     σ(x W_g ⊙ gate_init·(gate_scale/std)²) and normalised over all heads before the last product. [Dory]
     """
-    q = product("btd,dnh->btnh", x, params.query)
-    k = product("btd,dkh->btkh", x, params.key)
-    v = product("btd,dkh->btkh", x, params.value)
+    q = product(x, params.query)
+    k = product(x, params.key)
+    v = product(x, params.value)
     base = config.attention.base(letter)
     if base is not None:
         q, k = rotate(q, context.rotary[base]), rotate(k, context.rotary[base])
@@ -119,12 +119,12 @@ def attend(
         out = attend_past(q, k, v, past, context.length, window=window)
     if params.sphere is not None and config.sphere is not None:
         gain = (config.sphere.gate_init or config.d_model**0.5) / config.sphere.init_std**2
-        logits = widen(product("btd,dnh->btnh", x, params.sphere.gate))
+        logits = widen(product(x, params.sphere.gate))
         logits *= gain * jnp.square(widen(params.sphere.gate_scale))
         out = (widen(out) * jax.nn.sigmoid(logits)).astype(out.dtype)
         out = unit_norm(out.reshape(*out.shape[:2], -1), eps=config.norm_eps).reshape(out.shape)
     made = KV(key=jnp.swapaxes(k, 1, 2), value=jnp.swapaxes(v, 1, 2))
-    return product("btnh,nhd->btd", out, params.output), made
+    return product(out, params.output, inputs=2), made
 
 
 def held_positions(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 from elr_jax.typing import Array
 
 
-def product(subscripts: str, x: Array, weight: Array) -> Array:
-    """`einsum(subscripts, x, weight)` summed in float32 (or wider) and rounded once to the type of `x`."""
-    return wide_product(subscripts, x, weight).astype(x.dtype)
+def product(x: Array, weight: Array, *, inputs: int = 1) -> Array:
+    """x @ weight over the last axes of x and the first `inputs` of the weight, rounded once to the type of `x`."""
+    return wide_product(x, weight, inputs=inputs).astype(x.dtype)
 
 
-def wide_product(subscripts: str, x: Array, weight: Array) -> Array:
-    """`einsum(subscripts, x, weight)` in the type it is summed in: float32, or float64 if `x` is that."""
+def wide_product(x: Array, weight: Array, *, inputs: int = 1) -> Array:
+    """The product in the type it is summed in: float32, or float64 if `x` is that.
+
+    Contracted axes keep their order: `einsum` would swap those of a weight [N,H,D] and so copy it in every call.
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum(subscripts, x, weight.astype(x.dtype), preferred_element_type=wide)
+    return jnp.tensordot(x, weight.astype(x.dtype), axes=inputs, preferred_element_type=wide)

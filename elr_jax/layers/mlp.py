@@ -42,14 +42,14 @@ def mlp(x: Hidden, params: MLP, config: ModelConfig) -> Hidden:
 
     On the unit sphere x G and x U are multiplied by scale·√D, and what D projects is normalised first.
     """
-    up = _scaled(product("btd,df->btf", x, params.up), params.up_scale, config)
+    up = _scaled(product(x, params.up), params.up_scale, config)
     if params.gate is None:
         inner = jnp.square(jax.nn.relu(up))
     else:
-        inner = jax.nn.silu(_scaled(product("btd,df->btf", x, params.gate), params.gate_scale, config)) * up
+        inner = jax.nn.silu(_scaled(product(x, params.gate), params.gate_scale, config)) * up
     if config.sphere:
         inner = unit_norm(inner, eps=config.norm_eps)
-    return product("btf,fd->btd", inner, params.down)
+    return product(inner, params.down)
 
 
 def _scaled(x: Float[Array, "B T F"], scale: Float[Array, "F"] | None, config: ModelConfig) -> Float[Array, "B T F"]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax import flops, model
-from elr_jax.config import ModelConfig, from_dict
+from elr_jax.config import ModelConfig, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.train import checkpoint
@@ -80,15 +80,29 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
 
 
 def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, ModelConfig]:
-    """The parameters and config of the newest (or one) checkpoint of a run's folder."""
+    """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote."""
     folder = _checkpoint_folder(out)
     meta = checkpoint.read_meta(folder, step=step)
     if meta is None:
         raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
-    config = from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).model
-    restored = checkpoint.restore(folder, model.abstract(config), step=step, field="params")
+    if "recipe" in meta:
+        config = from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).model
+    else:
+        config = from_dict(ModelConfig, meta["model"])
+    dtype = meta.get("dtype", "float32")
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.abstract(config))
+    restored = checkpoint.restore(folder, abstract, step=step, field="params")
     assert restored is not None, "read_meta found a checkpoint"
     return restored[0], config
+
+
+def save_params(out: str, params: model.Params, config: ModelConfig) -> None:
+    """Write parameters that no run of this project has trained to a new folder, for `load_params`; all of one type."""
+    dtypes = sorted({leaf.dtype.name for leaf in jax.tree.leaves(params)})
+    if len(dtypes) > 1:
+        raise ElrError(f"the parameters are {' and '.join(dtypes)}: convert them to one of these types")
+    meta = {"model": to_dict(config), "dtype": dtypes[0]}
+    checkpoint.Checkpoints(_checkpoint_folder(out), keep=1).save(0, {"params": params}, meta)
 
 
 def _checkpoint_folder(out: str) -> Path:
@@ -110,6 +124,8 @@ def _same_run(store: checkpoint.Checkpoints, meta: dict[str, Any]) -> bool:
     saved = checkpoint.read_meta(store.directory)
     if saved is None:
         return False
+    if "recipe" not in saved:
+        raise ElrError(f"{store.directory} holds parameters that no run trained: start a new --launch.out directory")
     for part, what in (("recipe", "the recipe"), ("data", "the data")):
         checkpoint.refuse_mismatch(saved[part], meta[part], what=what)
     return True

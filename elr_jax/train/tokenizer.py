@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -42,18 +43,8 @@ def byte_tokenizer() -> Tokenizer:
 
 def file_tokenizer(path: Path, document_token: str | None) -> Tokenizer:
     """A Hugging Face `tokenizers` JSON file; `document_token`, or the first of `MARKERS` it knows, marks a document."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ElrError(f"tokenizer={path} needs the package tokenizers: pip install 'elr-jax[data]'") from error
     identity = content_hash(path)
-    try:
-        loaded = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise ElrError(f"tokenizer={path} is no tokenizers JSON file: {error}") from error
-    # A saved truncation or padding would silently cut or fill documents.
-    loaded.no_truncation()
-    loaded.no_padding()
+    loaded = open_file(path)
     vocabulary = loaded.get_vocab(with_added_tokens=True)
 
     def encode(texts: list[str]) -> list[Int[np.ndarray, "N"]]:
@@ -69,6 +60,22 @@ def file_tokenizer(path: Path, document_token: str | None) -> Tokenizer:
         identity=identity,
         encode=encode,
     )
+
+
+def open_file(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` in a file."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ElrError(f"tokenizer={path} needs the package tokenizers: pip install 'elr-jax[data]'") from error
+    try:
+        loaded = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ElrError(f"tokenizer={path} is no tokenizers JSON file: {error}") from error
+    # A saved truncation or padding would silently cut or fill documents.
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
 
 
 def _marker(vocabulary: dict[str, int], path: Path, document_token: str | None) -> int:

@@ -96,6 +96,7 @@ def cells(size: Size) -> list[Cell]:
     law, one = PerExample(max_loops=k, forced=size.forced), Fixed(loops=1)
     plain = dataclasses.replace(model, loop=PLAIN)
     elastic = recipe(size, law)
+    small_core = recipe(size, law, _move_block(model, source="core", target="prelude"))
     return [
         cell("plain", size, recipe(size, one, plain)),
         cell("per_example", size, elastic),
@@ -117,7 +118,8 @@ def cells(size: Size) -> list[Cell]:
         cell("adamw", size, _with_adamw(elastic)),
         cell("plain_adamw", size, _with_adamw(recipe(size, one, plain))),
         cell("no_prelude", size, recipe(size, law, _move_block(model, source="prelude", target="coda"))),
-        cell("small_core", size, recipe(size, law, _move_block(model, source="core", target="prelude"))),
+        cell("small_core", size, small_core),
+        cell("small_core_steps_x2", size, _longer(small_core, 2)),
     ]
 
 

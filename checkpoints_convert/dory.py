@@ -1,0 +1,189 @@
+"""Dory checkpoints into parameters and back: one tensor at a time, checked whole before anything is read or written."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints_convert.dory_config import Table, from_json, to_json
+from checkpoints_convert.output import byte_bar, new_folder
+from checkpoints_convert.rules import IGNORED, LAYOUTS, Slot, leaf_paths, slots
+from checkpoints_convert.source import SINGLE, find_source, find_tensors, listed, read_json
+from checkpoints_convert.tensor_file import DTYPES, Entry, Tensors, file_header, in_file_order, write_tensors
+from elr_jax.config import ModelConfig
+from elr_jax.errors import ElrError
+from elr_jax.model import Params, param_specs
+
+HEAD = "lm_head.weight"
+
+
+def read_config(source: str | Path, *, max_loops: int | None = None, embedding_norm: bool | None = None) -> ModelConfig:
+    """The model of a checkpoint, without its tensors; arguments and errors as for `load_dory`."""
+    path = find_source(source).config_path
+    return from_json(read_json(path), name=str(path), max_loops=max_loops, embedding_norm=embedding_norm)
+
+
+def load_dory(
+    source: str | Path,
+    *,
+    dtype: Any = None,
+    shardings: Any = None,
+    max_loops: int | None = None,
+    embedding_norm: bool | None = None,
+) -> tuple[Params, ModelConfig]:
+    """Parameters and config of a Dory checkpoint in any naming and either dialect of config.json.
+
+    Args:
+        source: a folder, a .safetensors file with its config.json beside it, or a Hub id (`owner/name@revision`).
+        dtype: of all parameters; None keeps each tensor's own.
+        shardings: where they go: one `jax.sharding.Sharding` or a `Params` tree of them; None: the default device.
+        max_loops: largest loop count of the model; None: 4, or the file's `n_recurrent_loops` if that is more.
+        embedding_norm: whether the embedding's output is normalised (transformers) or not (vLLM); None: not.
+
+    Raises:
+        ElrError: a damaged or incomplete checkpoint; all tensors that are unknown, missing, there twice or of the wrong
+            shape are named at once, before any is read.
+    """
+    found = find_source(source)
+    config = read_config(found.file or found.folder, max_loops=max_loops, embedding_norm=embedding_norm)
+    pairs = match(find_tensors(found), config, name=str(source))
+    specs = param_specs(config)
+    places = dict(zip(leaf_paths(specs), _placements(shardings, specs), strict=True))
+    leaves, scratch = {}, np.empty(0, np.uint8)
+    with byte_bar("reading", sum(entry.nbytes for _, entry in pairs)) as advance:
+        # the largest first: a tensor on its way is in memory twice, and most others are not there yet
+        for slot, entry in sorted(pairs, key=lambda pair: -pair[1].nbytes):
+            if not entry.nbytes <= scratch.nbytes <= 2 * entry.nbytes:
+                scratch = np.empty(entry.nbytes, np.uint8)
+            leaves[slot.leaf] = _load(slot, entry.read(scratch), dtype, places[slot.leaf])
+            advance(entry.nbytes)
+    return jax.tree.unflatten(jax.tree.structure(specs), [leaves[path] for path in places]), config
+
+
+def match(entries: Mapping[str, Entry], config: ModelConfig, *, name: str) -> list[tuple[Slot, Entry]]:
+    """Every leaf's slot with its tensor. A tied model's head may be there if it is the embedding, bit for bit.
+
+    Raises:
+        ElrError: names every tensor that is unknown, missing, there twice or of another shape than the config's.
+    """
+    tables = [slots(config, layout) for layout in LAYOUTS]
+    known = {tensor: slot for table in tables for tensor, slot in table.items()}
+    found: dict[str, list[str]] = {}
+    for tensor in entries:
+        if tensor in known:
+            found.setdefault(known[tensor].leaf, []).append(tensor)
+    usual = max(tables, key=lambda table: len(table.keys() & entries.keys()))
+    tied = config.tie_embeddings and HEAD in entries
+    kinds = {
+        "missing": [tensor for tensor, slot in usual.items() if slot.leaf not in found],
+        "unknown": [
+            tensor
+            for tensor in entries
+            if tensor not in known and not IGNORED.search(tensor) and not (tied and tensor == HEAD)
+        ],
+        "there twice": [" = ".join(sorted(same)) for same in found.values() if len(same) > 1],
+        "of another shape": [
+            f"{tensor} {list(entries[tensor].shape)}, expected {list(slot.file_shape)}"
+            for tensor, slot in known.items()
+            if tensor in entries and entries[tensor].shape != slot.file_shape
+        ],
+    }
+    if tied and not all(same_bytes(entries[HEAD], entries[tensor]) for tensor in found.get("embedding", [])):
+        kinds["unlike the embedding, though tie_word_embeddings says it is"] = [HEAD]
+    told = [f"{len(items)} {kind}: {listed(items)}" for kind, items in kinds.items() if items]
+    if told:
+        raise ElrError(
+            f"the tensors of {name} do not fit its config.json: {'; '.join(told)}: mend the one or the other"
+        )
+    return [(known[tensor], entries[tensor]) for (tensor,) in found.values()]
+
+
+def same_bytes(one: Entry, other: Entry) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    return one[1:3] == other[1:3] and bool(
+        np.array_equal(one.read().reshape(-1).view(np.uint8), other.read().reshape(-1).view(np.uint8))
+    )
+
+
+def _placements(shardings: Any, specs: Params) -> list[Any]:
+    """Where each leaf goes, in the tree's order."""
+    count = len(jax.tree.leaves(specs))
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        return [shardings] * count
+    if jax.tree.structure(shardings) != jax.tree.structure(specs):
+        raise ElrError("shardings has another structure than the parameters: give one Sharding, or one for each leaf")
+    return jax.tree.leaves(shardings)
+
+
+def _load(slot: Slot, tensor: np.ndarray, dtype: Any, placement: Any) -> jax.Array:
+    leaf = _aligned(slot.spec.shape, np.dtype(dtype or tensor.dtype))
+    slot.transform.load(tensor, slot.spec, leaf)
+    return jax.device_put(leaf, placement).block_until_ready()
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Fresh memory from a multiple of 64 on: a CPU device takes it as it is, where it would copy any other."""
+    size = dtype.itemsize * math.prod(shape)
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def save_dory(
+    params: Params, config: ModelConfig, out: str | Path, *, dtype: Any = None, base: Table | None = None
+) -> Path:
+    """Write a folder in the released layout, config.json in both dialects, and return it.
+
+    Args:
+        params: the parameters; all of them are on this process's devices.
+        config: their model, a Dory.
+        out: a folder that is not there yet, or is empty.
+        dtype: of all tensors; None keeps each parameter's own.
+        base: further keys for config.json, such as those of the checkpoint that this one came from.
+
+    Raises:
+        ElrError: a model that is no Dory, a type that the format lacks, a folder that is there already, a full disk.
+    """
+    by_leaf = dict(zip(leaf_paths(params), jax.tree.leaves(params), strict=True))
+    wanted = slots(config, "released")
+    tensors = file_tensors(config, {leaf: np.dtype(dtype or array.dtype) for leaf, array in by_leaf.items()})
+    types = {kind.name for kind, _ in tensors.values()}
+    table = to_json(config, base=base) | {"dtype": types.pop() if len(types) == 1 else "float32"}
+    total = _total(tensors)
+    with new_folder(out, needed=total + (1 << 20)) as folder, byte_bar("writing", total) as advance:
+
+        def parts(name: str) -> Iterator[np.ndarray]:
+            slot = wanted[name]
+            array = slot.transform.save(np.asarray(by_leaf[slot.leaf]), slot.spec)
+            yield array.astype(tensors[name][0], copy=False)
+            advance(array.nbytes)
+
+        (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        write_tensors(folder / SINGLE, tensors, parts)
+    return Path(out)
+
+
+def file_tensors(config: ModelConfig, dtypes: Mapping[str, np.dtype] | str = "bfloat16") -> Tensors:
+    """Type and shape of every tensor of the released layout, in the file's order; one type, or one for each leaf."""
+    known = {kind.name: kind for kind in DTYPES.values()}
+    tensors = {}
+    for name, slot in slots(config, "released").items():
+        kind = dtypes if isinstance(dtypes, str) else dtypes[slot.leaf].name
+        if kind not in known:
+            raise ElrError(f"{name} is {kind}: give dtype=, one of {', '.join(known)}")
+        tensors[name] = known[kind], slot.file_shape
+    return in_file_order(tensors)
+
+
+def file_bytes(config: ModelConfig, dtype: str = "bfloat16") -> int:
+    """Size of the released layout's file, from its header's arithmetic."""
+    return _total(file_tensors(config, dtype))
+
+
+def _total(tensors: Tensors) -> int:
+    header, data = file_header(tensors)
+    return len(header) + data
