@@ -147,15 +147,14 @@ def _forget(checkpoint: Path) -> None:
 
 
 def _table(rows: list[Row]) -> Table:
-    titles = ("file", "parameters", "kept", "s", "CPU s", "GB/s", "before", "peak", "maxrss", "peak / kept")
-    table = Table(*titles, title=f"GB resident; goal: peak / kept at most {GOAL}", title_justify="left")
+    size = f"{rows[0]['parameters']:,} parameters, {rows[0]['kept'] / 1e9:.2f} GB kept"
+    titles = ("file", "s", "CPU s", "GB/s", "GB before", "GB peak", "ru_maxrss", "peak / kept")
+    table = Table(*titles, title=f"{size}; goal: peak / kept at most {GOAL}", title_justify="left")
     for row in rows:
         kept, seconds = row["kept"], row["seconds"]
         sizes = (f"{row[name] / 1e9:.2f}" for name in ("before", "peak", "ru_maxrss"))
         speed = f"{seconds:.1f}", f"{row['cpu seconds']:.1f}", f"{kept / 1e9 / seconds:.2f}"
-        table.add_row(
-            row["file"], f"{row['parameters']:,}", f"{kept / 1e9:.2f}", *speed, *sizes, f"{row['peak'] / kept:.3f}"
-        )
+        table.add_row(row["file"], *speed, *sizes, f"{row['peak'] / kept:.3f}")
     return table
 
 

@@ -157,7 +157,7 @@ def read(path: Path) -> Golden:
             rungs=_under("rungs/", arrays),
             rung_noise=about["rung_noise"],
         )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ElrError(f"{path} is no golden file ({error}): make one with verify --write-golden") from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from checkpoints_convert.rules import IGNORED
 from checkpoints_convert.source import INDEX, SINGLE
 from elr_jax.config import ModelConfig
 from elr_jax.errors import ElrError
@@ -89,7 +90,8 @@ def load(files: Sequence[Path], config: ModelConfig, dtype: str) -> Any:
             output_loading_info=True,
             local_files_only=True,
         )
-    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    wrong = {kind: [str(name) for name in names if not IGNORED.search(str(name))] for kind, names in report.items()}
+    wrong = {kind: sorted(names) for kind, names in wrong.items() if names}
     if wrong:
         raise ElrError(
             f"transformers can't load the checkpoint whole: {wrong}; check its tensor names against the config"

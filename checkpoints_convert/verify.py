@@ -1,14 +1,7 @@
-"""Show that a Dory checkpoint computes the same in JAX as in PyTorch.
-
-The prompt is run at every loop count without a cache and with both kinds, in one call, in chunks and token by token, in
-`transformers` and here. What may differ is told by the reference's own rounding noise: its distance to the same pass in
-float64. A ladder of the hidden states names the first layer that departs. Exit status 1 if parity is not shown.
-
-The two sides take turns in memory, so it needs the larger of the two: 4 bytes a parameter and some activations (about
-20 GiB for Dory1.0-4B; half of that with --dtype bfloat16). The float64 pass holds one tensor at a time.
-"""
+"""`python -m checkpoints_convert verify PATH`: the JAX model of a Dory checkpoint held to the one in PyTorch."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import sys
@@ -37,7 +30,17 @@ MODES = {None: "none", "per_loop": "per loop", "last_loop": "last loop"}
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Show that a checkpoint computes the same in JAX as in PyTorch."""
+    """Show that a checkpoint computes the same in JAX as in PyTorch.
+
+    A prompt is run at every loop count, without a cache and with both kinds, in one call, in chunks and token by token,
+    by transformers and here. How far the two may be apart goes by the reference's own rounding noise: its distance to
+    the same pass in float64. A ladder of the hidden states names the first layer that departs. Exit status 1 where
+    parity is not shown.
+
+    The two sides take turns in memory, so the larger is what it needs: 4 bytes a parameter and the activations, 16 GB
+    for Dory1.0-4B with 2 to 3 GB to spare; half of it with --dtype bfloat16. The float64 pass holds one tensor at a
+    time, and reads every weight again for every token that it is given alone.
+    """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """Checkpoint folder, .safetensors file with its config.json beside it, or Hub id."""
@@ -74,6 +77,9 @@ def run(settings: Verify) -> int:
 
 def verify(settings: Verify) -> tuple[Report, ModelConfig]:
     """PyTorch's answers, measured or from a file, then the same in JAX."""
+    for path in (settings.json, settings.write_golden):
+        if path is not None and not path.parent.is_dir():
+            raise ElrError(f"{path} can't be written: there is no folder {path.parent}; make it or name another")
     config = read_config(settings.source, embedding_norm=True)
     golden = _from_file(settings.golden, config) if settings.golden else _measured(settings, config)
     if settings.write_golden is not None:
@@ -90,7 +96,9 @@ def _measured(settings: Verify, config: ModelConfig) -> Golden:
     tokens = _prompt(settings, config)
     loops = sorted(set(settings.loops))
     files = sorted({entry.path for entry in find_tensors(find_source(settings.source)).values()})
-    return goldens.measure(files, tokens, loops, config=config, dtype=settings.dtype)
+    golden = goldens.measure(files, tokens, loops, config=config, dtype=settings.dtype)
+    gc.collect()  # torch's model refers to itself, and the other one needs its room
+    return golden
 
 
 def _from_file(path: Path, config: ModelConfig) -> Golden:
@@ -108,22 +116,24 @@ def _prompt(settings: Verify, config: ModelConfig) -> np.ndarray:
     if settings.prompt is None:
         tokens = np.random.default_rng(settings.seed).integers(config.vocab_size, size=max(settings.tokens, 0))
     else:
-        tokens = np.array(_encode(settings.prompt, find_source(settings.source).folder / "tokenizer.json"))
+        tokens = np.array(_encode(settings.prompt, find_source(settings.source).folder), dtype=np.int64)
     if len(tokens) < 3:
         raise ElrError(f"the prompt has {len(tokens)} tokens: 3 or more can be cut into chunks")
+    if tokens.max() >= config.vocab_size:
+        raise ElrError(
+            f"the prompt has token {tokens.max()} of a vocabulary of {config.vocab_size}: check tokenizer.json"
+        )
     if config.max_positions is not None and len(tokens) > config.max_positions:
         raise ElrError(f"the prompt has {len(tokens)} tokens, the model {config.max_positions} positions: take fewer")
     return tokens
 
 
-def _encode(text: str, path: Path) -> list[int]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ElrError("--prompt needs the tokenizers library: pip install tokenizers, or leave it out") from error
-    if not path.is_file():
-        raise ElrError(f"{path} is absent: --prompt needs the checkpoint's tokenizer; leave it out for random tokens")
-    return Tokenizer.from_file(str(path)).encode(text).ids
+def _encode(text: str, folder: Path) -> list[int]:
+    if not (folder / "tokenizer.json").is_file():
+        raise ElrError(f"{folder} has no tokenizer.json, which --prompt needs: leave it out for random tokens")
+    from elr_jax.decode.text import checkpoint_codec
+
+    return checkpoint_codec(folder).encode(text)
 
 
 def show(report: Report, config: ModelConfig, console: Console) -> None:

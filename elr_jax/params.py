@@ -110,7 +110,8 @@ def onto_sphere(params: Any, specs: Any) -> Any:
     def project(spec: ParamSpec, leaf: Array) -> Array:
         if spec.group not in ("matrix", "embedding"):
             return leaf
-        return leaf / jnp.linalg.norm(leaf, axis=spec.axes.index("embed"), keepdims=True)
+        norm = jnp.linalg.norm(leaf, axis=spec.axes.index("embed"), keepdims=True)
+        return leaf / jnp.maximum(norm, jnp.finfo(leaf.dtype).tiny)  # a vector of zeros has no direction to keep
 
     return map_specs(project, specs, params)
 

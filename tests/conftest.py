@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 ENVIRONMENT = {
@@ -19,3 +20,13 @@ for name, value in ENVIRONMENT.items():
 # A first example compiles, so no deadline. CI tries the same examples every time; elsewhere they are fresh.
 settings.register_profile("elr", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("elr")
+
+
+@pytest.fixture
+def fast_compilation():
+    """Programs compiled in half the time: for laws that hold at any speed, not for what a user's program rounds to."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

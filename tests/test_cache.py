@@ -184,7 +184,7 @@ def row_of(cache, row):
     return [entry.key[:, row] for entry in cache.core] + [entry.value[:, row] for entry in cache.core]
 
 
-@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+@pytest.mark.parametrize("mode", ["per_loop", pytest.param("last_loop", marks=pytest.mark.slow)])
 def test_a_row_is_the_row_alone_in_logits_and_cache(mode):
     """Depths 2 beside 3, across the window; other neighbours change no bit."""
     calls = [([4, 2], [2, 3]), ([1, 1], [2, 1]), ([2, 4], [2, 3])]

@@ -10,7 +10,7 @@ from experiments.pointer_chase.report import draw_by_hops, hops_legend, hops_tab
 from experiments.reporting import figure
 from experiments.results import Results
 
-ELASTIC, MIXED = "per_example", "mixed"
+ELASTIC, MIXED = "small_core", "mixed"
 
 
 def show(out: Path, chase: Results, text: Results, console: Console) -> None:

@@ -63,6 +63,25 @@ CLAIMS = (
         verdict="promising",
     ),
     Claim(
+        claim="the tax shrinks with training",
+        source="–",
+        ours=lambda results: (
+            f"one loop above plain: {_tax(results, 'per_example')} at 300 steps, "
+            f"{_tax(results, 'steps_x2', 'plain_steps_x2')} at 600; with the small core "
+            f"{_tax(results, 'small_core')} and {_tax(results, 'small_core_steps_x2', 'plain_steps_x2')}"
+        ),
+        verdict="promising",
+    ),
+    Claim(
+        claim="where the loop stands decides most of the tax",
+        source="–",
+        ours=lambda results: (
+            f"one loop above plain: core of half the blocks {_tax(results, 'per_example')}, "
+            f"of a quarter {_tax(results, 'small_core')}"
+        ),
+        verdict="worked",
+    ),
+    Claim(
         claim="at equal training compute the loops still pay",
         source="–",
         ours=lambda results: (

@@ -24,12 +24,9 @@ LOOPS = (1, 2, 4, 8)
 
 
 @pytest.fixture(autouse=True)
-def x64():
-    """Float64, compiled in half the time: optimizations change no law."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def x64(fast_compilation):
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["unit rows", "other rows"])

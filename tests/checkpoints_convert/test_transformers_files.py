@@ -16,6 +16,7 @@ from checkpoints_convert.random_dory import write_random_dory  # noqa: E402
 from checkpoints_convert.rules import LAYOUTS, slots  # noqa: E402
 from checkpoints_convert.tensor_file import read_entries  # noqa: E402
 
+pytestmark = pytest.mark.parity
 CONFIG = tiny_dory()
 
 

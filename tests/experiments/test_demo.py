@@ -15,11 +15,11 @@ from experiments.elastic_text.cells import step_flops
 def test_the_demo_shows_tables_figure_and_where_they_are(command, tmp_path, capsys):
     command("experiments.demo", "--preset", "smoke", "--out", tmp_path)
     told = capsys.readouterr().out
-    assert "per_example" in told
+    assert "small_core" in told
     assert "plain" in told
     assert str(tmp_path) in told
     assert (tmp_path / "demo.png").stat().st_size > 10_000
-    assert "| per_example | " in (tmp_path / "tables.md").read_text()
+    assert "| small_core | " in (tmp_path / "tables.md").read_text()
     command("experiments.demo", "--preset", "smoke", "--out", tmp_path)
     assert capsys.readouterr().out.count("finished before") == 3
 
