@@ -70,7 +70,7 @@ def test_a_missing_or_unknown_key_is_named(key, missing):
     value = data.pop(key)
     if not missing:
         data |= {key: value, f"{key}_2": value}
-    elif key in ("loop", "tie_embeddings", "norm_eps", "residual_init"):
+    elif key not in to_dict(MODEL, omit_defaults=True) or key == "loop":
         assert from_dict(ModelConfig, data) == MODEL
         return
     with pytest.raises(ElrError, match=f"^ModelConfig can't be read: .*{key if missing else key + '_2'}") as error:
@@ -84,6 +84,14 @@ def test_a_value_refused_by_a_nested_config_is_told_in_one_line():
     with pytest.raises(ElrError, match=r"attention.window=0 must be at least 1") as error:
         from_dict(ModelConfig, data)
     assert "\n" not in str(error.value)
+
+
+def test_what_was_chosen_is_told_without_the_defaults():
+    chosen = to_dict(MODEL, omit_defaults=True)
+    assert "norm_eps" not in chosen and "norm_eps" in to_dict(
+        dataclasses.replace(MODEL, norm_eps=0.1), omit_defaults=True
+    )
+    assert from_dict(ModelConfig, chosen) == MODEL
 
 
 def test_a_digest_follows_values_and_not_their_order():

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 
 from experiments.elastic_text.claims import CLAIMS
@@ -24,7 +25,8 @@ from experiments.results import Results
 from experiments.sweep import Cell
 
 UNIT = "bits_per_byte"
-PLAIN = {"plain": "black", "plain_equal_compute": "tab:gray"}
+PLAIN = {"plain": "black", "plain_equal_compute": "tab:gray", "plain_steps_x2": "silver"}
+COLORS = matplotlib.colormaps["tab20"]
 
 
 def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> None:
@@ -63,7 +65,7 @@ def draw_by_loops(axis: Any, results: Results, elastic: list[str]) -> None:
         if name in results.cells:
             level_with_band(axis, results.values(name, UNIT)[:, 0], color=color, label=name)
     for number, name in enumerate(elastic):
-        line_with_band(axis, results.values(name, UNIT), color=f"C{number}", label=name)
+        line_with_band(axis, results.values(name, UNIT), color=COLORS(number % 20), label=name)
     loops_axis(axis, max((results.values(name, UNIT).shape[1] for name in elastic), default=1))
     axis.set_ylabel("validation bits per byte")
 
@@ -72,13 +74,13 @@ def draw_by_compute(axis: Any, results: Results, elastic: list[str]) -> None:
     """One loop (open) and the best loop count (filled) of each cell against what its training executed."""
     for number, name in enumerate(elastic):
         compute, curve = _compute(results, name), results.mean(name, UNIT)
-        axis.plot([compute] * 2, [curve[0], curve.min()], color=f"C{number}", alpha=0.5)
-        axis.plot(compute, curve[0], "o", color=f"C{number}", markerfacecolor="white")
-        axis.plot(compute, curve.min(), "o", color=f"C{number}")
+        axis.plot([compute] * 2, [curve[0], curve.min()], color=COLORS(number % 20), alpha=0.5)
+        axis.plot(compute, curve[0], "o", color=COLORS(number % 20), markerfacecolor="white")
+        axis.plot(compute, curve.min(), "o", color=COLORS(number % 20))
     plain = [name for name in PLAIN if name in results.cells]
-    points = [(_compute(results, name), results.mean(name, UNIT)[0]) for name in plain]
+    points = sorted((_compute(results, name), results.mean(name, UNIT)[0]) for name in plain)
     if points:
-        axis.plot(*zip(*points, strict=True), "s--", color="black", label="plain, two lengths of training")
+        axis.plot(*zip(*points, strict=True), "s--", color="black", label="plain, by length of training")
     axis.plot([], [], "o", color="gray", markerfacecolor="white", label="elastic at one loop")
     axis.plot([], [], "o", color="gray", label="elastic at its best loop count")
     axis.set_xlabel("training compute, TFLOP executed")

@@ -61,6 +61,7 @@ def scaled(name: str, folder: Path, factor: float) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_torch")
 def test_golden_answers_without_torch(tmp_path, capsys):
     file = tmp_path / "report.json"

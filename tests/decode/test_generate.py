@@ -38,7 +38,7 @@ step_alone = jax.jit(decode_step, static_argnames=STATIC)
 
 def params_of(config):
     # rates on the sphere stay small: far above their start a random model is chaotic, and rounding decides its tokens
-    scale = 0.01 if config.sphere else 0.5
+    scale = 0.1 if config.sphere else 0.5
     return perturb(jax.jit(model.init, static_argnums=1)(jax.random.key(0), config), scale=scale)
 
 
