@@ -9,6 +9,9 @@ PyTorch model of the same shapes. Both sides use the same threads, decode from t
 the host. `of peak` is the share of a measured matrix product's speed that the step's products reach.
 """
 
+# pyright: reportMissingImports=false
+# torch and transformers are in the parity extra alone
+
 import dataclasses
 import importlib.util
 import json

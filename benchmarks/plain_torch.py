@@ -1,5 +1,8 @@
 """Dory in a page of PyTorch, the opponent of `dory_vs_torch` where transformers has none: same shapes, same caches."""
 
+# pyright: reportMissingImports=false
+# torch is in the parity extra alone
+
 from collections.abc import Mapping
 from typing import Any
 
