@@ -1,9 +1,9 @@
 """Dory here against Dory in PyTorch: prefill, cached greedy decoding and a training step, in one process, in turns.
 
-    python -m benchmarks.dory_vs_torch                   about a quarter of an hour on two cores
+    python -m benchmarks.dory_vs_torch                   about twenty minutes on two cores
     python -m benchmarks.dory_vs_torch --preset gpu      bfloat16 on one accelerator
 
-Random weights of about 100M parameters (`cpu`: width 640, blocks 3 | 6 | 3) or 1.0B (`gpu`). The opponents are
+Random weights of about 100M parameters (`cpu`: width 640, blocks 3 | 6 | 3) or 1.8B (`gpu`). The opponents are
 transformers' model, eager and, with `--compile`, through `torch.compile`; where transformers has no Dory, a plain
 PyTorch model of the same shapes. Both sides use the same threads, decode from their own caches and hand every token to
 the host. `of peak` is the share of a measured matrix product's speed that the step's products reach.

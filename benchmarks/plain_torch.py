@@ -94,7 +94,8 @@ class PlainDory(torch.nn.Module):
         q, k, v, gate = (F.linear(x, weight(f"{part}_proj.weight")) for part in "qkvg")
         before = past.get(key) if past is not None else None
         start = before[0].shape[2] if before is not None else 0
-        base = attention.base(letter) or 1.0
+        base = attention.base(letter)
+        assert base is not None, "Dory has rotary positions"
         q, k = unit(rotate(heads(q), base, start)), unit(rotate(heads(k), base, start))
         q = q * heads((weight("sqk") * (attention.head_dim**0.5 / self.scale)).square()[None, None]).to(q.dtype)
         v = heads(v)

@@ -9,7 +9,8 @@ import tyro
 
 from checkpoints_convert.dory import load_dory, save_dory
 from checkpoints_convert.output import copy_tokenizer, new_folder, refuse_taken
-from checkpoints_convert.source import find_source, read_json
+from checkpoints_convert.source import find_source
+from elr_jax.config import read_json
 from elr_jax.errors import ElrError
 from elr_jax.flops import num_params
 

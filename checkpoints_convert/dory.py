@@ -12,9 +12,9 @@ import numpy as np
 from checkpoints_convert.dory_config import Table, from_json, to_json
 from checkpoints_convert.output import byte_bar, new_folder
 from checkpoints_convert.rules import IGNORED, LAYOUTS, Slot, leaf_paths, slots
-from checkpoints_convert.source import SINGLE, find_source, find_tensors, listed, read_json
+from checkpoints_convert.source import SINGLE, find_source, find_tensors, listed
 from checkpoints_convert.tensor_file import DTYPES, Entry, Tensors, file_header, in_file_order, write_tensors
-from elr_jax.config import ModelConfig
+from elr_jax.config import ModelConfig, read_json
 from elr_jax.errors import ElrError
 from elr_jax.model import Params, param_specs
 

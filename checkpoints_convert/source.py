@@ -1,13 +1,13 @@
 """Finding a checkpoint: a folder, a safetensors file, or a Hugging Face Hub id; whole or in shards."""
 
 import importlib
-import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from checkpoints_convert.tensor_file import Entry, read_entries
+from elr_jax.config import read_json
 from elr_jax.errors import ElrError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,19 +42,6 @@ def find_source(source: str | Path) -> Source:
     if _HUB_ID.fullmatch(str(source)):
         return Source(_download(str(source)), None)
     raise ElrError(f"{source} does not exist: give a folder, a .safetensors file or a Hub id such as owner/name")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The table in a JSON file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ElrError(f"{path} is absent: put it beside the tensors") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ElrError(f"{path} can't be read ({error}): put back a good copy") from error
-    if not isinstance(data, dict):
-        raise ElrError(f"{path} holds a {type(data).__name__} and no table: put back a good copy")
-    return data
 
 
 def find_tensors(source: Source) -> dict[str, Entry]:

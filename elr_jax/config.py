@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
@@ -150,6 +151,8 @@ class ModelConfig:
                     known = ", ".join(f"'{key}' ({text})" for key, text in LETTERS.items())
                     found = f"{name}={getattr(self, name)!r} has the unknown letter {letter!r} at {position}"
                     raise ElrError(f"{found}: use {known}")
+        if self.sphere is not None and self.residual_init != "scaled":
+            raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 
@@ -208,6 +211,19 @@ def from_dict(cls: type[T], data: dict[str, Any], *, unions: tuple[Any, ...] = (
         return _converter(unions).structure(data, cls)
     except cattrs.BaseValidationError as error:
         raise ElrError(f"{cls.__name__} can't be read: {'; '.join(cattrs.transform_error(error))}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in a JSON file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ElrError(f"{path} is absent: put it beside the tensors") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ElrError(f"{path} can't be read ({error}): put back a good copy") from error
+    if not isinstance(data, dict):
+        raise ElrError(f"{path} holds a {type(data).__name__} and no table: put back a good copy")
+    return data
 
 
 def digest(data: Any) -> str:

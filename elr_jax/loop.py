@@ -26,7 +26,7 @@ from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions, w
 
 Core = Callable[[Hidden, Any], Hidden]
 Made = Any
-CachedCore = Callable[[Int32[Array, ""], Hidden, Any], tuple[Hidden, Made]]
+CachedCore = Callable[[Int32[Array, ""], Hidden], tuple[Hidden, Made]]
 
 
 @struct.dataclass
@@ -132,7 +132,6 @@ def run_cached_loop(
     entry: Hidden,
     depth: Depth,
     params: LoopParams,
-    core_params: Any,
     kept: Made,
     *,
     core: CachedCore,
@@ -141,11 +140,11 @@ def run_cached_loop(
 ) -> tuple[Hidden, Made]:
     """The read-out state, and what a cache keeps of the core's tokens, in as many rounds as the deepest example's.
 
-    `core(i, u, core_params)` returns a round's proposal and what it made, leaves [B, …]; the leaves of `kept`
+    `core(i, u)` returns a round's proposal and what it made, leaves [B, …]; the leaves of `kept`
     [L, B, …], zeros, are filled with these. Slot l holds what round l made, or the example's last round where it ran
     fewer, so that tokens of any depth find every slot they read filled; the last slot holds what its last round made.
     """
-    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+    state, operands = begin(entry, depth, params, None, config=config, noise=noise)
 
     def keep(i: Int32[Array, ""], kept: Array, made: Array) -> Array:
         slots = kept.shape[0]
@@ -156,7 +155,7 @@ def run_cached_loop(
     def step(i: Int32[Array, ""], carry: tuple[Hidden, Made]) -> tuple[Hidden, Made]:
         state, kept = carry
         with jax.named_scope("core"):
-            proposal, made = core(i, enter_round(state, operands, config), core_params)
+            proposal, made = core(i, enter_round(state, operands, config))
         return leave_round(i, state, proposal, operands, config), jax.tree.map(partial(keep, i), kept, made)
 
     last = jnp.minimum(jnp.max(depth), config.loop.max_loops)

@@ -152,9 +152,8 @@ def extend(
         x,
         depth,
         params.loop,
-        None,
         caches.blank(cache.core, count),
-        core=lambda i, u, _: stack(u, "core", caches.read(cache.core, i)),
+        core=lambda i, u: stack(u, "core", caches.read(cache.core, i)),
         config=config,
         noise=noise,
     )

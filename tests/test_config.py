@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elr_jax import presets
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, digest, from_dict, to_dict
+from elr_jax.config import (
+    AttentionConfig,
+    LoopRule,
+    MLPConfig,
+    ModelConfig,
+    Runtime,
+    SphereConfig,
+    digest,
+    from_dict,
+    to_dict,
+)
 from elr_jax.errors import ElrError
 
 MODEL = small_model(LoopRule())
@@ -27,6 +37,10 @@ BAD = [
     (lambda: model(core=""), "core='' is empty: a looped model needs at least one layer"),
     (lambda: model(vocab_size=0), "vocab_size=0 must be at least 1"),
     (lambda: model(d_model=-8), "d_model=-8 must be at least 1"),
+    (
+        lambda: model(residual_init="zero", sphere=SphereConfig()),
+        "residual_init='zero' has no place on the unit sphere: leave it out there",
+    ),
     (lambda: model(residual_init="zeros"), "residual_init='zeros' is unknown: choose one of scaled, zero"),
     (lambda: MLPConfig(d_ff=0), "mlp.d_ff=0 must be at least 1"),
     (lambda: MLPConfig(d_ff=8, kind="gelu"), "mlp.kind='gelu' is unknown: choose one of swiglu, squared_relu"),

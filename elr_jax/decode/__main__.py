@@ -56,7 +56,9 @@ Opened = tuple[Params, ModelConfig, Callable[[], TextCodec]]
 
 def open_model(path: str, *, max_loops: int | None = None, tokenizer: Path | None = None) -> Opened:
     """Parameters, config and (made when asked for) the text codec of whatever the path names."""
-    if (Path(path) / "checkpoints").is_dir():
+    from elr_jax.train.runner import checkpoint_folder
+
+    if checkpoint_folder(path).is_dir():
         return _open_run(path, max_loops, tokenizer)
     from checkpoints_convert.dory import load_dory
     from checkpoints_convert.source import find_source
@@ -74,7 +76,7 @@ def _open_run(path: str, max_loops: int | None, tokenizer: Path | None) -> Opene
         config = replace(config, loop=replace(config.loop, max_loops=max_loops))
 
     def codec() -> TextCodec:
-        meta = checkpoint.read_meta(Path(path) / "checkpoints") or {}
+        meta = checkpoint.read_meta(runner.checkpoint_folder(path)) or {}
         return run_codec(meta["data"], tokenizer) if "data" in meta else checkpoint_codec(Path(path))
 
     return params, config, codec

@@ -1,11 +1,11 @@
 """Prompts from text and text from tokens, by the tokenizer a checkpoint brings or a run was trained with."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elr_jax.config import read_json
 from elr_jax.errors import ElrError
 from elr_jax.train.documents import content_hash
 from elr_jax.train.tokenizer import byte_tokenizer, open_file
@@ -96,12 +96,4 @@ def _token_id(loaded: Any, token: Any) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON table of a file that may be absent."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ElrError(f"{path} can't be read ({error}): put back a good copy") from error
-    if not isinstance(data, dict):
-        raise ElrError(f"{path} holds a {type(data).__name__} and no table: put back a good copy")
-    return data
+    return read_json(path) if path.is_file() else {}

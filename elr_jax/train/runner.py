@@ -49,7 +49,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         )
     optimizer = make_optimizer(recipe.optim, model.param_specs(recipe.model), recipe.steps)
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
-    store = checkpoint.Checkpoints(_checkpoint_folder(launch.out), keep=launch.keep)
+    store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, optimizer, store, meta)
     step = jax.jit(
         partial(train_step, recipe=recipe, optimizer=optimizer, runtime=launch.runtime), donate_argnames=("state",)
@@ -81,7 +81,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
 
 def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, ModelConfig]:
     """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote."""
-    folder = _checkpoint_folder(out)
+    folder = checkpoint_folder(out)
     meta = checkpoint.read_meta(folder, step=step)
     if meta is None:
         raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
@@ -102,10 +102,11 @@ def save_params(out: str, params: model.Params, config: ModelConfig) -> None:
     if len(dtypes) > 1:
         raise ElrError(f"the parameters are {' and '.join(dtypes)}: convert them to one of these types")
     meta = {"model": to_dict(config), "dtype": dtypes[0]}
-    checkpoint.Checkpoints(_checkpoint_folder(out), keep=1).save(0, {"params": params}, meta)
+    checkpoint.Checkpoints(checkpoint_folder(out), keep=1).save(0, {"params": params}, meta)
 
 
-def _checkpoint_folder(out: str) -> Path:
+def checkpoint_folder(out: str) -> Path:
+    """Where a run's folder has its checkpoints."""
     return Path(out) / "checkpoints"
 
 
