@@ -74,7 +74,11 @@ def init_cache(
 
 def read(entries: tuple[KV | None, ...], loop: Any) -> tuple[KV | None, ...]:
     """What round `loop` sees of the past: its own slot, or the last one there is."""
-    return jax.tree.map(lambda leaf: leaf[jnp.minimum(loop, leaf.shape[0] - 1)], entries)
+
+    def slot(leaf: Array) -> Array:  # of several the right one is known at run time only, and is copied
+        return leaf[0] if leaf.shape[0] == 1 else leaf[jnp.minimum(loop, leaf.shape[0] - 1)]
+
+    return jax.tree.map(slot, entries)
 
 
 def blank(entries: tuple[KV | None, ...], tokens: int) -> tuple[KV | None, ...]:
