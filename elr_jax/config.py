@@ -170,7 +170,7 @@ class Runtime:
     """Type of activations and of the weights' working copy; sums are float32 or wider. float64 needs jax_enable_x64."""
     loop: Literal["bounded", "scan"] = "bounded"
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
-    remat: Literal["none", "dots", "layer", "round"] = "none"
+    remat: Literal["none", "dots", "layer", "round"] = "layer"
     """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
 
     def __post_init__(self):

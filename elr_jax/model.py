@@ -14,10 +14,12 @@ from elr_jax import cache as caches
 from elr_jax.cache import Cache
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
-from elr_jax.layers import Context, make_context
+from elr_jax.layers import LAYERS, Context, make_context
+from elr_jax.layers.linear import pack as pack_weights
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
+from elr_jax.losses import TokenScores, linear_cross_entropy
 from elr_jax.params import abstract_params, init_params, map_specs, matrix, table, vector
 from elr_jax.residual import SubLayer, apply_stack, extend_stack, stack_specs
 from elr_jax.typing import Array, Depth, Float, Hidden, Int, Logits, Positions, PRNGKeyArray, SegmentIds, Tokens, widen
@@ -38,6 +40,13 @@ class Params:
     norm: Float[Array, "D"] | None
     head: Float[Array, "D V"] | None
     logit_scale: Float[Array, "V"] | None
+
+
+@struct.dataclass
+class WorkingCopy:
+    """Parameters that `pack` made ready for inputs of few rows, in the type they are used in."""
+
+    params: Params
 
 
 def param_specs(config: ModelConfig) -> Params:
@@ -69,7 +78,7 @@ def abstract(config: ModelConfig) -> Params:
 
 
 def apply(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     *,
@@ -89,6 +98,51 @@ def apply(
     """
     _check_depth(depth, config)
     params = cast(params, config, runtime)
+    x = _outcome(params, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    return _logits(params, x, config)
+
+
+def loss(
+    params: Params,
+    tokens: Tokens,
+    targets: Tokens,
+    weights: Float[Array, "B T"],
+    depth: Depth,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
+    key: PRNGKeyArray | None = None,
+    backprop_loops: int | None = None,
+) -> tuple[Float[Array, ""], TokenScores]:
+    """Σ weights ⊙ cross_entropy(apply(…), targets) in nats, and each token's score, without all logits in memory.
+
+    Other arguments as for `apply`.
+    """
+    _check_depth(depth, config)
+    working = cast(params, config, runtime)
+    x = _outcome(working, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    with jax.named_scope("head"):
+        x = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
+        head = params.embedding.T if params.head is None else params.head
+        if params.logit_scale is not None and config.sphere is not None:
+            head = head * (params.logit_scale / config.sphere.init_std)  # its gradient then needs no logits
+        return linear_cross_entropy(x, head, targets, weights)
+
+
+def _outcome(
+    params: Params,
+    tokens: Tokens,
+    depth: Depth,
+    config: ModelConfig,
+    runtime: Runtime,
+    segment_ids: SegmentIds | None,
+    positions: Positions | None,
+    key: PRNGKeyArray | None,
+    backprop_loops: int | None,
+) -> Hidden:
+    """The coda's output."""
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     state = run_loop(
         entry,
@@ -102,12 +156,11 @@ def apply(
         backprop_loops=backprop_loops,
     )
     with jax.named_scope("coda"):
-        state = apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
-    return _logits(params, state, config)
+        return apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
 
 
 def extend(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     cache: Cache,
@@ -175,7 +228,7 @@ def extend(
 
 
 def states(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     *,
@@ -250,11 +303,28 @@ def _logits(params: Params, state: Hidden, config: ModelConfig) -> Logits:
         return logits * (widen(params.logit_scale) / config.sphere.init_std)
 
 
-def cast(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
-    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them.
+def pack(params: Params, *, config: ModelConfig, runtime: Runtime = Runtime()) -> WorkingCopy:
+    """Working copies for inputs of few rows, as in decoding: weights that read the same input become one matrix.
 
-    A pass given copies takes them as they are, which spares a decode step the conversion.
+    Its rows are the outputs. `apply`, `extend` and `states` take them in the parameters' place and compute the same but
+    for rounding. They need as much memory again as the parameters in `runtime.dtype`.
     """
+    working = cast(params, config, runtime)
+
+    def stack(name: str) -> tuple[SubLayer, ...]:
+        layers = zip(getattr(config, name), getattr(working, name), strict=True)
+        packed = lambda letter, mixer: LAYERS[letter].pack(mixer, runtime.dtype)
+        return tuple(dataclasses.replace(layer, mixer=packed(letter, layer.mixer)) for letter, layer in layers)
+
+    stacks = {name: stack(name) for name in ("prelude", "core", "coda")}
+    head = None if params.head is None else pack_weights(params.head, dtype=runtime.dtype)
+    return WorkingCopy(params=dataclasses.replace(working, head=head, **stacks))
+
+
+def cast(params: Params | WorkingCopy, config: ModelConfig, runtime: Runtime) -> Params:
+    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them."""
+    if isinstance(params, WorkingCopy):
+        return params.params
     return map_specs(
         lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs else leaf, param_specs(config), params
     )
