@@ -10,15 +10,17 @@ from elr_jax import flops
 from elr_jax.errors import ElrError
 from elr_jax.train.metrics import MetricsWriter, read_metrics
 from experiments import sweep
-from experiments.results import read_lines
+from experiments.results import Results, append_line, read_lines
 from experiments.sweep import Flags, answer, run_cells
 
 
 @pytest.fixture
 def run(tmp_path):
-    return lambda *cells, seeds=(0,): run_cells(
-        "question", "cpu", list(cells), seeds, results=tmp_path / "results.jsonl", runs=tmp_path / "runs"
-    )
+    def run(*cells, seeds=(0,), **more):
+        kept = {"results": tmp_path / "results.jsonl", "runs": tmp_path / "runs"}
+        return run_cells("question", "cpu", list(cells), seeds, **(kept | more))
+
+    return run
 
 
 def test_a_finished_cell_is_skipped_and_a_changed_one_is_not(run, tiny_cell, tmp_path, monkeypatch):
@@ -34,6 +36,39 @@ def test_a_finished_cell_is_skipped_and_a_changed_one_is_not(run, tiny_cell, tmp
     first, second = read_lines(tmp_path / "results.jsonl")
     assert first["digest"] != second["digest"]
     assert (first["steps"], second["steps"]) == (4, 5)
+
+
+def test_what_another_experiment_has_finished_is_taken_over(run, tiny_cell, tmp_path, monkeypatch):
+    """Whatever its name there; another seed, recipe or preset is none of it."""
+    other = tmp_path / "other.jsonl"
+    line = {"question": "other", "preset": "cpu", "cell": "base", "seed": 0, "digest": tiny_cell.digest}
+    for changes in ({"seed": 1}, {"preset": "paper"}, {"digest": "0" * 16}, {"seconds": 5.0}):
+        append_line(other, line | {"seconds": 1.0, "metrics": changes} | changes)
+    trained = []
+    monkeypatch.setattr(sweep, "run_cell", lambda cell, seed, out: trained.append(seed) or {"seconds": 2.0})
+    assert run(tiny_cell, seeds=(0, 1, 2), others=[tmp_path / "absent", other])
+    assert run(tiny_cell, seeds=(0, 1, 2), others=[other])
+    assert trained == [2]
+    first, second, third = read_lines(tmp_path / "results.jsonl")
+    assert first == line | {"question": "question", "cell": "tiny", "seconds": 5.0, "from": "other"} | {
+        "metrics": {"seconds": 5.0}
+    }
+    assert second["from"] == "other" and second["seed"] == 1 and "from" not in third
+    assert Results([first, second, third], "cpu").seconds == 2.0, "what was made elsewhere cost nothing here"
+    more = {"results": tmp_path / "third.jsonl", "others": [tmp_path / "results.jsonl"]}
+    run(tiny_cell, **more)
+    assert read_lines(tmp_path / "third.jsonl")[0]["from"] == "other", "where it was made, not where it was copied from"
+
+
+def test_a_command_looks_into_the_other_experiments_results(tiny_cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    line = {"question": "other", "preset": "cpu", "cell": "base", "seed": 0, "digest": tiny_cell.digest}
+    append_line(tmp_path / "other" / "results.jsonl", line)
+    seen = []
+    flags = Flags(seeds=(0,), runs=str(tmp_path / "runs"))
+    answer("question", flags, [tiny_cell], report=lambda *told: seen.append(told[2].cells))
+    assert seen == [["tiny"]]
+    assert read_lines(tmp_path / "question" / "results.jsonl")[0]["from"] == "other"
 
 
 def test_a_line_says_what_was_executed(run, tiny_cell, tmp_path):
