@@ -42,7 +42,7 @@ def test_what_another_experiment_has_finished_is_taken_over(run, tiny_cell, tmp_
     """Whatever its name there; another seed, recipe or preset is none of it."""
     other = tmp_path / "other.jsonl"
     line = {"question": "other", "preset": "cpu", "cell": "base", "seed": 0, "digest": tiny_cell.digest}
-    for changes in ({"seed": 1}, {"preset": "paper"}, {"digest": "0" * 16}, {"seconds": 5.0}):
+    for changes in ({"seed": 1}, {}, {"seconds": 5.0}, {"preset": "paper"}, {"digest": "0" * 16}):
         append_line(other, line | {"seconds": 1.0, "metrics": changes} | changes)
     trained = []
     monkeypatch.setattr(sweep, "run_cell", lambda cell, seed, out: trained.append(seed) or {"seconds": 2.0})
