@@ -258,15 +258,18 @@ class Switch(_Law):
         """Largest loop count after the switch."""
         return self.law.max_loops
 
+    def first_step(self, total_steps: int) -> int:
+        """The first step of the later law, ⌈after · total_steps⌉."""
+        return math.ceil(self.after * total_steps - 1e-6)  # 0.07 · 100 is a little over 7 in floating point
+
     def marginal(self, progress: float = 1.0) -> np.ndarray:
         """All mass on one loop before the switch, the later law's marginal from then on."""
         return self.law.marginal(progress) if progress >= self.after else _point(1, self.max_loops)
 
     def sample(self, key: PRNGKeyArray, step: Step, rows: Rows, *, batch_size: int, total_steps: int) -> Depth:
-        """One loop while step < after·total_steps, then the later law's draw."""
-        first = math.ceil(self.after * total_steps - 1e-6)  # 0.07 · 100 is a little over 7 in floating point
+        """One loop before `first_step`, then the later law's draw."""
         later = self.law.sample(key, step, rows, batch_size=batch_size, total_steps=total_steps)
-        return jnp.where(jnp.asarray(step) >= first, later, 1)
+        return jnp.where(jnp.asarray(step) >= self.first_step(total_steps), later, 1)
 
 
 DepthLaw = SteadyLaw | Switch

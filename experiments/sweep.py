@@ -155,10 +155,15 @@ def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
 
 
 def cost(out: Path, recipe: Recipe, *, seq_len: int) -> dict[str, Any]:
-    """What a finished run cost: parameters, steps, rounds a row, operations, seconds."""
+    """What a finished run cost: parameters, steps, rounds and layer passes a row, operations, seconds."""
     steps = [line for line in read_metrics(out) if "executed_rounds" in line]
     executed, useful = (sum(line[name] for line in steps) for name in ("executed_rounds", "useful_rounds"))
     rows = recipe.batch_size * len(steps)
+    passes = done = 0.0
+    for line in steps:  # a late switch changes the model on the way
+        model, rounds = recipe.at(line["step"] - 1).model, line["executed_rounds"]
+        passes += flops.layer_passes(model, rounds / recipe.batch_size) / len(steps)
+        done += flops.train_flops(model, seq_len=seq_len, sequences=recipe.batch_size, rounds=rounds)
     gaps = np.diff([line["time"] for line in steps])
     return {
         "params": flops.num_params(recipe.model),
@@ -166,7 +171,8 @@ def cost(out: Path, recipe: Recipe, *, seq_len: int) -> dict[str, Any]:
         "tokens": rows * seq_len,
         "executed_rounds": round(executed / rows, 4),
         "useful_rounds": round(useful / rows, 4),
-        "train_flops": flops.train_flops(recipe.model, seq_len=seq_len, sequences=rows, rounds=executed),
+        "layer_passes": round(passes, 4),
+        "train_flops": done,
         # a step that took twenty times the median held a pause between two launches
         "seconds": round(float(np.minimum(gaps, 20 * np.median(gaps)).sum()), 1) if gaps.size else 0.0,
     }
