@@ -7,6 +7,8 @@ import signal
 import pytest
 
 from elr_jax import flops
+from elr_jax.config import ConditioningConfig
+from elr_jax.depth import Fixed, Switch
 from elr_jax.errors import ElrError
 from elr_jax.train.metrics import MetricsWriter, read_metrics
 from experiments import sweep
@@ -82,6 +84,7 @@ def test_a_line_says_what_was_executed(run, tiny_cell, tmp_path):
     assert 1 <= line["useful_rounds"] <= line["executed_rounds"] <= 2
     model = tiny_cell.recipe.model
     assert line["train_flops"] == flops.train_flops(model, seq_len=12, sequences=16, rounds=executed)
+    assert line["layer_passes"] == pytest.approx(1 + 2 * line["executed_rounds"])
     assert line["params"] == flops.num_params(model)
     assert len(line["metrics"]["loss"]) == 2
     assert [len(line["metrics"]["accuracy_by_hops"]), len(line["metrics"]["accuracy_by_hops"][0])] == [5, 2]
@@ -127,6 +130,22 @@ def test_an_unknown_cell_is_named_before_anything_runs(tiny_cell, tmp_path):
 def test_without_git_the_commit_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert sweep.environment()["commit"] == "unknown"
+
+
+def test_before_a_late_switch_a_run_costs_what_the_model_without_conditioning_does(tiny_cell, monkeypatch):
+    told = dataclasses.replace(tiny_cell.recipe.model, conditioning=ConditioningConfig(width=4, sinusoids=4, rank=2))
+    recipe = dataclasses.replace(tiny_cell.recipe, model=told, depth=Switch(after=0.5, law=Fixed(loops=2)))
+    rounds = enumerate((4, 4, 8, 8), start=1)
+    lines = [{"step": n, "time": n, "executed_rounds": k, "useful_rounds": k} for n, k in rounds]
+    monkeypatch.setattr(sweep, "read_metrics", lambda out: lines)
+    made = sweep.cost(None, recipe, seq_len=6)
+    plain, later = (
+        flops.train_flops(model, seq_len=6, sequences=8, rounds=rounds)
+        for model, rounds in ((tiny_cell.recipe.model, 8), (told, 16))
+    )
+    assert made["train_flops"] == pytest.approx(plain + later)
+    assert made["layer_passes"] == pytest.approx((3 + 3 + 5 + 5) / 4)
+    assert made["params"] == flops.num_params(told)
 
 
 def test_a_pause_between_launches_is_no_training_time(tiny_cell, monkeypatch):

@@ -19,6 +19,7 @@ from elr_jax import flops
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
 from elr_jax.depth import PerExample, Switch
 from elr_jax.errors import ElrError
+from elr_jax.params import leaves_by_path
 from elr_jax.train import checkpoint, runner
 from elr_jax.train.data import synthetic_dataset
 from elr_jax.train.metrics import read_metrics
@@ -178,6 +179,13 @@ def test_before_a_late_switch_the_run_is_the_one_without_conditioning(switched, 
     plain, _ = load_params(str(tmp_path), step=3)
     init_key = jax.random.split(jax.random.key(SWITCH.seed))[0]
     assert_same_params((grafted, None), (elr_jax.graft(plain, config, key=init_key), None))
+    (kept, _), (made, _) = (
+        checkpoint.restore(folder / "checkpoints", abstract_state(recipe), step=3, field=None)
+        for folder, recipe in ((tmp_path, early), (out, SWITCH))
+    )
+    made = leaves_by_path(made.replace(key=jax.random.key_data(made.key)))
+    for name, leaf in leaves_by_path(kept.replace(key=jax.random.key_data(kept.key))).items():
+        np.testing.assert_array_equal(made[name], leaf, err_msg="the optimizer goes on with what it has")
     assert [result.loops for result in results] == [1, 2]
     assert all(line["useful_rounds"] == 4 and line["layer_passes"] == 2 for line in steps[:3])
     assert any(line["useful_rounds"] > 4 for line in steps[3:])
