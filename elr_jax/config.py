@@ -97,6 +97,41 @@ class SphereConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConditioningConfig:
+    """Core and coda layers are told the progress i/k of round i of k and the budget k/max_loops.
+
+    Raising `loop.max_loops` of trained parameters therefore changes what they are told.
+    """
+
+    width: int = 256
+    """Numbers in the condition vector."""
+    sinusoids: int = 256
+    """Sines and cosines each input is embedded by."""
+    rank: int = 256
+    """Inner width of the low-rank correction."""
+    progress: bool = True
+    """Tell i/k."""
+    budget: bool = True
+    """Tell k/max_loops."""
+    scale_shift: bool = True
+    """Scale and shift of a layer's normed input."""
+    low_rank: bool = True
+    """Low-rank correction of a layer's input, gated by the condition."""
+    rescale: bool = True
+    """Scale of a layer's output."""
+
+    def __post_init__(self):
+        for name in ("width", "sinusoids", "rank"):
+            _positive(f"conditioning.{name}", getattr(self, name))
+        if self.sinusoids % 2:
+            raise ElrError(f"conditioning.sinusoids={self.sinusoids} is odd: half are sines, half cosines")
+        if not (self.progress or self.budget):
+            raise ElrError("conditioning.progress=False and budget=False tell the layers nothing: set one of them")
+        if not (self.scale_shift or self.low_rank or self.rescale):
+            raise ElrError("conditioning.scale_shift, low_rank and rescale are all False: set one, or no conditioning")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopRule:
     """How the core's rounds are joined; each field picks one variant of `elr_jax.loop`.
 
@@ -136,6 +171,8 @@ class ModelConfig:
     """Start of the sub-layers' output projections: divided by √(number of sub-layers), or zero."""
     sphere: SphereConfig | None = None
     """The normalised transformer instead of pre-norm residuals."""
+    conditioning: ConditioningConfig | None = None
+    """What layers are told of the loop; None: nothing."""
     max_positions: int | None = None
     """Longest context the model was made for; None sets no limit."""
 
@@ -153,6 +190,8 @@ class ModelConfig:
                     raise ElrError(f"{found}: use {known}")
         if self.sphere is not None and self.residual_init != "scaled":
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
+        if self.sphere is not None and self.conditioning is not None:
+            raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 

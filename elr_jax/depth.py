@@ -209,7 +209,36 @@ class LogNormalPoisson(_Law):
         return _draw_rows(key, step, rows, self.marginal())
 
 
-SteadyLaw = Fixed | SharedDraw | RotatingSlice | PerExample | PoissonDepth | LogNormalPoisson
+@dataclass(frozen=True, kw_only=True)
+class Weighted(_Law):
+    """Each row draws k with a probability of its own for each of 1..K."""
+
+    probabilities: tuple[float, ...]
+    """p₁ … p_K, which add up to 1."""
+
+    def __post_init__(self):
+        shown = f"probabilities={self.probabilities}"
+        if not self.probabilities or not all(0 <= p <= 1 for p in self.probabilities):
+            raise ElrError(f"{shown} are no probabilities: give one from 0 to 1 for each loop count from 1 on")
+        total = math.fsum(self.probabilities)
+        if abs(total - 1) > 1e-6:
+            raise ElrError(f"{shown} add up to {total:.7g}: divide each by that, so that they add up to 1")
+
+    @property
+    def max_loops(self) -> int:
+        """As many as there are probabilities."""
+        return len(self.probabilities)
+
+    def marginal(self, progress: float = 1.0) -> np.ndarray:
+        """The probabilities, freed of the rounding of their sum."""
+        return np.array(self.probabilities, np.float64) / math.fsum(self.probabilities)
+
+    def sample(self, key: PRNGKeyArray, step: Step, rows: Rows, *, batch_size: int, total_steps: int) -> Depth:
+        """An independent draw for every row."""
+        return _draw_rows(key, step, rows, self.marginal())
+
+
+SteadyLaw = Fixed | SharedDraw | RotatingSlice | PerExample | PoissonDepth | LogNormalPoisson | Weighted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,15 +258,18 @@ class Switch(_Law):
         """Largest loop count after the switch."""
         return self.law.max_loops
 
+    def first_step(self, total_steps: int) -> int:
+        """The first step of the later law, ⌈after · total_steps⌉."""
+        return math.ceil(self.after * total_steps - 1e-6)  # 0.07 · 100 is a little over 7 in floating point
+
     def marginal(self, progress: float = 1.0) -> np.ndarray:
         """All mass on one loop before the switch, the later law's marginal from then on."""
         return self.law.marginal(progress) if progress >= self.after else _point(1, self.max_loops)
 
     def sample(self, key: PRNGKeyArray, step: Step, rows: Rows, *, batch_size: int, total_steps: int) -> Depth:
-        """One loop while step < after·total_steps, then the later law's draw."""
-        first = math.ceil(self.after * total_steps - 1e-6)  # 0.07 · 100 is a little over 7 in floating point
+        """One loop before `first_step`, then the later law's draw."""
         later = self.law.sample(key, step, rows, batch_size=batch_size, total_steps=total_steps)
-        return jnp.where(jnp.asarray(step) >= first, later, 1)
+        return jnp.where(jnp.asarray(step) >= self.first_step(total_steps), later, 1)
 
 
 DepthLaw = SteadyLaw | Switch

@@ -4,9 +4,12 @@ One multiply-add counts as two operations, matrix products alone are counted, an
 round it runs. XLA's own count takes a loop body once, whatever its trip count.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 from elr_jax.config import ModelConfig
+from elr_jax.depth import DepthLaw, Switch
 from elr_jax.layers.attention import visited_keys
 from elr_jax.model import param_specs
 from elr_jax.params import count_params
@@ -23,6 +26,13 @@ class ForwardFlops(NamedTuple):
         return self.fixed + loops * self.round
 
 
+class TrainingCost(NamedTuple):
+    """Mean cost of a run's tokens over that of the same run at one loop without conditioning."""
+
+    layer_passes: float
+    flops: float
+
+
 def num_params(config: ModelConfig) -> int:
     """All parameters, embedding and head included."""
     return count_params(param_specs(config))
@@ -34,8 +44,10 @@ def forward_flops(config: ModelConfig, *, seq_len: int) -> ForwardFlops:
     rule = config.loop
     fixed = sum(_layer(letter, config, seq_len) for letter in config.prelude + config.coda) + 2 * d * config.vocab_size
     fixed += 2 * d * d * ((rule.inject in ("concat", "gated")) + (rule.readout == "linear"))
+    fixed += _embedders(config, seq_len) + len(config.coda) * _condition(config, seq_len)
     square = (rule.inject == "concat") + (rule.update == "adaptive_delta")
-    return ForwardFlops(fixed, sum(_layer(letter, config, seq_len) for letter in config.core) + 2 * d * d * square)
+    core = sum(_layer(letter, config, seq_len) + _condition(config, seq_len) for letter in config.core)
+    return ForwardFlops(fixed, core + 2 * d * d * square)
 
 
 def train_flops(config: ModelConfig, *, seq_len: int, sequences: int, rounds: float) -> float:
@@ -45,6 +57,44 @@ def train_flops(config: ModelConfig, *, seq_len: int, sequences: int, rounds: fl
     """
     forward = forward_flops(config, seq_len=seq_len)
     return 3 * seq_len * (sequences * forward.fixed + rounds * forward.round)
+
+
+def layer_passes(config: ModelConfig, loops: float) -> float:
+    """Layers a token passes at a loop count, or at a mean loop count: D(k) = L_in + k·L_rec + L_out. [ELR]"""
+    return len(config.prelude) + loops * len(config.core) + len(config.coda)
+
+
+def training_cost(config: ModelConfig, law: DepthLaw, *, seq_len: int) -> TrainingCost:
+    """What training with a law of the loop count costs; before a late switch the model has no conditioning.
+
+    Rounds are those the law asks for. What microbatches run beyond them is in a run's own `executed_rounds`.
+    """
+    plain = dataclasses.replace(config, conditioning=None)
+    later = (law.after, law.law) if isinstance(law, Switch) else (0.0, law)
+    parts = ((later[0], plain, 1.0), (1 - later[0], config, later[1].mean()))
+
+    def ratio(cost: Callable[[ModelConfig, float], float]) -> float:
+        return sum(share * cost(model, loops) for share, model, loops in parts) / cost(plain, 1.0)
+
+    return TrainingCost(ratio(layer_passes), ratio(lambda model, k: forward_flops(model, seq_len=seq_len).at(k)))
+
+
+def _condition(config: ModelConfig, seq_len: int) -> float:
+    """One conditioned layer: its low-rank products for every token, its heads once a sequence."""
+    told, d = config.conditioning, config.d_model
+    if told is None:
+        return 0.0
+    heads = told.width * (d * (2 * told.scale_shift + told.rescale) + told.rank * told.low_rank)
+    return 4 * d * told.rank * told.low_rank + 2 * heads / seq_len
+
+
+def _embedders(config: ModelConfig, seq_len: int) -> float:
+    """The progress of every round and of the coda, and one budget, embedded once a sequence."""
+    told = config.conditioning
+    if told is None:
+        return 0.0
+    numbers = told.progress * (config.loop.max_loops + 1) + told.budget
+    return 2 * numbers * told.width * (told.sinusoids + told.width) / seq_len
 
 
 def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:

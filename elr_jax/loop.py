@@ -2,7 +2,7 @@
 
 With e the prelude's output and s_0 the initial state, round i < depth of an example computes
 
-    u = boundary(inject(s, e)),  r = core(u),  s ← boundary(update(s, r)),
+    u = boundary(inject(s, e)),  r = core(i, u),  s ← boundary(update(s, r)),
 
 and a finished example keeps its state. A learned scale of the boundary norm acts only on the state that leaves the
 round. This file knows no layer kind: the core is a function. The variants of each step stand in tables at the bottom.
@@ -24,7 +24,7 @@ from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogona
 from elr_jax.rounds import bounded_rounds, scan_rounds
 from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions, widen
 
-Core = Callable[[Hidden, Any], Hidden]
+Core = Callable[[Int32[Array, ""], Hidden, Any], Hidden]
 Made = Any
 CachedCore = Callable[[Int32[Array, ""], Hidden], tuple[Hidden, Made]]
 
@@ -72,7 +72,7 @@ def loop_round(
     """Round i of every example: unchanged where i ≥ depth, without gradient where i < depth − backprop_loops."""
     depth = operands.depth
     with jax.named_scope("core"):
-        proposal = core(enter_round(state, operands, config), operands.core)
+        proposal = core(i, enter_round(state, operands, config), operands.core)
     new = leave_round(i, state, proposal, operands, config)
     if backprop_loops is not None:
         new = jnp.where((i >= depth - backprop_loops)[:, None, None], new, jax.lax.stop_gradient(new))

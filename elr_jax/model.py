@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from elr_jax import cache as caches
 from elr_jax.cache import Cache
+from elr_jax.conditioning import Conditioning, conditioning_specs, layer_specs, round_conditions
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.layers import LAYERS, Context, make_context
@@ -20,9 +21,23 @@ from elr_jax.layers.linear import wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
 from elr_jax.losses import TokenScores, linear_cross_entropy
-from elr_jax.params import abstract_params, init_params, map_specs, matrix, table, vector
+from elr_jax.params import abstract_params, init_params, leaves_by_path, map_specs, matrix, overlay, table, vector
 from elr_jax.residual import SubLayer, apply_stack, extend_stack, stack_specs
-from elr_jax.typing import Array, Depth, Float, Hidden, Int, Logits, Positions, PRNGKeyArray, SegmentIds, Tokens, widen
+from elr_jax.typing import (
+    Array,
+    Conditions,
+    Depth,
+    Float,
+    Hidden,
+    Int,
+    Int32,
+    Logits,
+    Positions,
+    PRNGKeyArray,
+    SegmentIds,
+    Tokens,
+    widen,
+)
 
 
 @struct.dataclass
@@ -40,6 +55,7 @@ class Params:
     norm: Float[Array, "D"] | None
     head: Float[Array, "D V"] | None
     logit_scale: Float[Array, "V"] | None
+    conditioning: Conditioning | None = None
 
 
 @struct.dataclass
@@ -58,12 +74,13 @@ def param_specs(config: ModelConfig) -> Params:
     return Params(
         embedding=table(v, d, std),
         prelude=stack_specs(config.prelude, config),
-        core=stack_specs(config.core, config),
-        coda=stack_specs(config.coda, config),
+        core=stack_specs(config.core, config, layer_specs(config)),
+        coda=stack_specs(config.coda, config, layer_specs(config)),
         loop=loop_specs(config),
         norm=None if sphere else vector((d,), ("embed",), 1.0),
         head=None if config.tie_embeddings else head,
         logit_scale=vector((v,), ("vocab",), sphere.init_std) if sphere else None,
+        conditioning=conditioning_specs(config),
     )
 
 
@@ -75,6 +92,27 @@ def init(key: PRNGKeyArray, config: ModelConfig) -> Params:
 def abstract(config: ModelConfig) -> Params:
     """The parameters' shapes and types, without memory."""
     return abstract_params(param_specs(config))
+
+
+def graft(params: Params, config: ModelConfig, *, key: PRNGKeyArray) -> Params:
+    """Parameters of the model without conditioning, as they are, beside freshly started ones of its conditioning.
+
+    The result computes at first what `params` compute, at every loop count. `init(key, config)` is
+    `graft(init(key, config without conditioning), config, key=key)`.
+
+    Raises:
+        ElrError: a config without conditioning, or parameters that don't fit the rest of it.
+    """
+    if config.conditioning is None:
+        raise ElrError("config.conditioning=None has nothing to graft: set it to a ConditioningConfig")
+    given, plain = leaves_by_path(params), leaves_by_path(abstract(dataclasses.replace(config, conditioning=None)))
+    for name in {**given, **plain}:
+        is_, should = (side[name].shape if name in side else "absent" for side in (given, plain))
+        if is_ != should:
+            raise ElrError(
+                f"{name} is {is_}, not {should}: graft onto parameters of this very config without conditioning"
+            )
+    return overlay(init(key, config), params)
 
 
 def apply(
@@ -144,11 +182,12 @@ def _outcome(
 ) -> Hidden:
     """The coda's output."""
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
     state = run_loop(
         entry,
         depth,
         params.loop,
-        (params.core, context),
+        (params.core, context, conditions),
         core=_core(config, runtime),
         config=config,
         runtime=runtime,
@@ -156,6 +195,7 @@ def _outcome(
         backprop_loops=backprop_loops,
     )
     with jax.named_scope("coda"):
+        context = _told(context, conditions, -1)
         return apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
 
 
@@ -189,15 +229,17 @@ def extend(
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
     context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length)
     noise = _noise(key, positions, config, runtime)
+    conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
-    def stack(x: Hidden, name: str, entries: Any) -> tuple[Hidden, Any]:
+    def stack(x: Hidden, name: str, entries: Any, i: Any) -> tuple[Hidden, Any]:
         past = (None,) * len(entries) if fresh else entries
         letters = getattr(config, name)
-        return extend_stack(x, getattr(params, name), context, past, letters=letters, config=config)
+        told = _told(context, conditions, i)
+        return extend_stack(x, getattr(params, name), told, past, letters=letters, config=config)
 
     def once(x: Hidden, name: str) -> tuple[Hidden, Any]:
         with jax.named_scope(name):
-            x, made = stack(x, name, caches.read(getattr(cache, name), 0))
+            x, made = stack(x, name, caches.read(getattr(cache, name), 0), -1)
             return x, jax.tree.map(lambda leaf: leaf[None], made)
 
     x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
@@ -206,7 +248,7 @@ def extend(
         depth,
         params.loop,
         caches.blank(cache.core, count),
-        core=lambda i, u: stack(u, "core", caches.read(cache.core, i)),
+        core=lambda i, u: stack(u, "core", caches.read(cache.core, i), i),
         config=config,
         noise=noise,
     )
@@ -242,19 +284,28 @@ def states(
     _check_depth(depth, config)
     params = cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
-    core = _core(config, runtime)
-    return trajectory(entry, depth, params.loop, (params.core, context), core=core, config=config, noise=noise)
+    conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
+    operands = (params.core, context, conditions)
+    return trajectory(entry, depth, params.loop, operands, core=_core(config, runtime), config=config, noise=noise)
 
 
 def _core(config: ModelConfig, runtime: Runtime):
     # a round that is replayed whole need not replay its layers once more
     inner = dataclasses.replace(runtime, remat="none") if runtime.remat == "round" else runtime
 
-    def core(x: Hidden, operands: tuple[tuple[SubLayer, ...], Context]) -> Hidden:
-        stack, context = operands
+    def core(
+        i: Int32[Array, ""], x: Hidden, operands: tuple[tuple[SubLayer, ...], Context, Conditions | None]
+    ) -> Hidden:
+        stack, context, conditions = operands
+        context = _told(context, conditions, i)
         return apply_stack(x, stack, context, letters=config.core, config=config, runtime=inner)
 
     return core
+
+
+def _told(context: Context, conditions: Conditions | None, i: int | Int32[Array, ""]) -> Context:
+    """The context of round i (from 0; −1: the coda), with what conditioned layers are told there."""
+    return context if conditions is None else context.replace(condition=conditions[i])  # pyright: ignore
 
 
 def _encode(
@@ -326,7 +377,9 @@ def cast(params: Params | WorkingCopy, config: ModelConfig, runtime: Runtime) ->
     if isinstance(params, WorkingCopy):
         return params.params
     return map_specs(
-        lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs else leaf, param_specs(config), params
+        lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs and not spec.wide else leaf,
+        param_specs(config),
+        params,
     )
 
 

@@ -7,7 +7,8 @@ says how an optimizer treats a leaf:
 - `matrix`: the weights of a linear map between hidden spaces (Muon or AdamW, decayed);
 - `embedding`: token tables and the head (AdamW, decayed);
 - `vector`: scales, biases and gains (AdamW, not decayed);
-- `loop`: everything that joins the rounds: gates, injection, readout (AdamW, not decayed, own learning-rate factor).
+- `loop`: everything that joins the rounds: gates, injection, readout (AdamW, not decayed, own learning-rate factor);
+- `condition`: what tells layers the round (AdamW, not decayed, own learning-rate factor and warm-up).
 """
 
 import math
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from elr_jax.typing import Array, PRNGKeyArray
 
 Initializer = Callable[[PRNGKeyArray, tuple[int, ...]], Array]
-Group = Literal["matrix", "embedding", "vector", "loop"]
+Group = Literal["matrix", "embedding", "vector", "loop", "condition"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class ParamSpec:
     init: Initializer
     group: Group
     inputs: int = 1
+    wide: bool = False
+    """Stays float32 where other matrices get a working copy of less."""
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), f"{self.shape} and {self.axes} differ in rank"
@@ -81,13 +84,14 @@ def matrix(
     gain: float = 1.0,
     group: Group = "matrix",
     unit: bool = False,
+    wide: bool = False,
 ) -> Any:
     """A linear map between hidden spaces, started at standard deviation gain/√fan_in, or `unit` along `embed`."""
     std = gain / math.sqrt(math.prod(shape[:inputs]))
     init = truncated_normal(std) if gain else constant(0.0)
     if unit:
         init = unit_normal(axes.index("embed"))
-    return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs)
+    return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs, wide=wide)
 
 
 def table(rows: int, width: int, std: float | None) -> Any:
@@ -132,6 +136,24 @@ def init_params(key: PRNGKeyArray, specs: Any) -> Any:
         return spec.init(leaf_key, spec.shape)
 
     return jax.tree.map_with_path(start, specs)
+
+
+def overlay(fresh: Any, old: Any) -> Any:
+    """The fresh tree with every leaf of the old one in the place of its own path."""
+    kept = leaves_by_path(old)
+    merged = jax.tree.map_with_path(lambda path, leaf: kept.pop(path_name(path), leaf), fresh)
+    assert not kept, f"no place for {', '.join(kept)}"
+    return merged
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Every leaf under its path, such as `core/0/mixer/up`."""
+    return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def path_name(path: Any) -> str:
+    """A leaf's path in words."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def abstract_params(specs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a sub-layer joins the stream: x + f(RMSNorm(x)), or a step on the unit sphere."""
+"""How a sub-layer joins the stream: x + f(RMSNorm(x)), conditioned or not, or a step on the unit sphere."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.layers import KV, LAYERS, Context
 from elr_jax.layers.norms import rms_norm, unit_norm
@@ -27,29 +28,35 @@ class SubLayer:
     norm: Float[Array, "D"] | None
     rate: Float[Array, "D"] | None
     mixer: Any
+    condition: LayerCondition | None = None
 
 
-def stack_specs(letters: str, config: ModelConfig) -> tuple[SubLayer, ...]:
-    """Parameter declarations of a string of layers."""
+def stack_specs(letters: str, config: ModelConfig, condition: LayerCondition | None = None) -> tuple[SubLayer, ...]:
+    """Parameter declarations of a string of layers, each with the declared conditioning."""
     gain = 0.0 if config.residual_init == "zero" else 1 / math.sqrt(len(config.layers))
     start = config.sphere.init_std if config.sphere else 1.0
     join = vector((config.d_model,), ("embed",), start)
     norm, rate = (None, join) if config.sphere else (join, None)
-    return tuple(SubLayer(norm=norm, rate=rate, mixer=LAYERS[letter].specs(config, gain)) for letter in letters)
+    return tuple(
+        SubLayer(norm=norm, rate=rate, mixer=LAYERS[letter].specs(config, gain), condition=condition)
+        for letter in letters
+    )
 
 
 def sub_layer(
     letter: str, x: Hidden, params: SubLayer, context: Context, config: ModelConfig, past: KV | None = None
 ) -> tuple[Hidden, KV | None]:
-    """x + f(RMSNorm(x)); on the unit sphere unit(x̂ + |rate·rate_init/std| ⊙ (unit(f(x)) − x̂)) with x̂ = unit(x).
+    """x + f(RMSNorm(x)), as its conditioning changes it.
 
-    With it comes what a cache keeps of the layer's tokens.
+    On the unit sphere unit(x̂ + |rate·rate_init/std| ⊙ (unit(f(x)) − x̂)) with x̂ = unit(x). With it comes what a
+    cache keeps of the layer's tokens.
     """
     with jax.named_scope(f"layer_{letter}"):
         inner = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
+        inner = enter_layer(inner, params.condition, context.condition)
         out, made = LAYERS[letter].apply(inner, params.mixer, context, config, past=past)
         if params.rate is None or config.sphere is None:
-            return x + out, made
+            return x + leave_layer(out, params.condition, context.condition), made
         start, end = (unit_norm(widen(y), eps=config.norm_eps) for y in (x, out))
         step = jnp.abs(widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std))
         return unit_norm(start + step * (end - start), eps=config.norm_eps).astype(x.dtype), made

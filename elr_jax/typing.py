@@ -1,7 +1,7 @@
 """The dimension letters of the whole project, and the array types spelled with them.
 
 B batch · T query length · S key length · D model · N query heads · K key-value heads · H head dim · F feed-forward ·
-V vocabulary · R rounds (loops) · W window.
+V vocabulary · R rounds (loops) · W window · C condition.
 """
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ Depth = Int32[Array, "B"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Scalar = Float[Array, ""]
+Conditions = Float[Array, "R+1 B C"]
 
 
 def widen(x: Array) -> Array:
@@ -26,6 +27,7 @@ def widen(x: Array) -> Array:
 __all__ = [
     "Array",
     "Bool",
+    "Conditions",
     "Depth",
     "Float",
     "Hidden",

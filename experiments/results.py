@@ -49,8 +49,8 @@ class Results:
 
     @property
     def seconds(self) -> float:
-        """Training time of all lines."""
-        return sum(line["seconds"] for line in self._lines)
+        """Training time of the lines made here, not of those taken over from another experiment."""
+        return sum(line["seconds"] for line in self._lines if "from" not in line)
 
     @property
     def device(self) -> str:

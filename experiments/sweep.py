@@ -2,14 +2,14 @@
 
 A cell is a recipe and a task under a name. Each finished cell and seed becomes one line of the experiment's
 `results.jsonl`; a rerun skips those whose recipe is unchanged, and goes on with half-finished ones from their newest
-checkpoint.
+checkpoint. What another experiment has finished under any name is taken over, so experiments share their baselines.
 """
 
 import dataclasses
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,20 +81,40 @@ def answer(
     folder = flags.folder(question)
     chosen = [cell for cell in cells if not flags.only or cell.name in flags.only]
     if not flags.report:
-        run_cells(question, flags.preset, chosen, flags.seeds, results=folder / FILE, runs=Path(flags.runs))
+        others = [path for path in sorted(ROOT.glob(f"*/{FILE}")) if path.parent != folder]
+        run_cells(
+            question, flags.preset, chosen, flags.seeds, results=folder / FILE, runs=Path(flags.runs), others=others
+        )
     report(folder, flags.preset, Results(read_lines(folder / FILE), flags.preset), cells)
 
 
 def run_cells(
-    question: str, preset: str, cells: list[Cell], seeds: tuple[int, ...], *, results: Path, runs: Path
+    question: str,
+    preset: str,
+    cells: list[Cell],
+    seeds: tuple[int, ...],
+    *,
+    results: Path,
+    runs: Path,
+    others: Iterable[Path] = (),
 ) -> bool:
-    """Run every cell with every seed, whole seeds first; False when SIGTERM stopped it."""
+    """Run every cell with every seed, whole seeds first; False when SIGTERM stopped it.
+
+    `others` are the results files of other experiments; a line of theirs with the cell's preset, seed and digest is
+    copied, and its field `from` says where it was made.
+    """
+    shared = [line for path in others for line in read_lines(path)]
     total = len(cells) * len(seeds)
     for number, (seed, cell) in enumerate(((seed, cell) for seed in seeds for cell in cells), start=1):
         key = {"question": question, "preset": preset, "cell": cell.name, "seed": seed, "digest": cell.digest}
         title = f"[{number}/{total}] {question} {preset} {cell.name} seed {seed}"
         if any(key.items() <= line.items() for line in read_lines(results)):
             print(f"{title}: finished before", flush=True)
+            continue
+        made = _made_elsewhere(key, shared)
+        if made is not None:
+            print(f"{title}: taken over from {made['from']}", flush=True)
+            append_line(results, made | key)
             continue
         print(title, flush=True)
         # a changed recipe gets a folder of its own, so it never meets the checkpoints of the old one
@@ -104,6 +124,13 @@ def run_cells(
             return False
         append_line(results, key | line)
     return True
+
+
+def _made_elsewhere(key: Line, shared: list[Line]) -> Line | None:
+    """The newest shared line of the same recipe, seed and preset, with the question it was made for."""
+    same = {name: key[name] for name in ("preset", "seed", "digest")}
+    found = next((line for line in reversed(shared) if same.items() <= line.items()), None)
+    return None if found is None else found | {"from": found.get("from", found["question"])}
 
 
 def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
@@ -128,10 +155,15 @@ def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
 
 
 def cost(out: Path, recipe: Recipe, *, seq_len: int) -> dict[str, Any]:
-    """What a finished run cost: parameters, steps, rounds a row, operations, seconds."""
+    """What a finished run cost: parameters, steps, rounds and layer passes a row, operations, seconds."""
     steps = [line for line in read_metrics(out) if "executed_rounds" in line]
     executed, useful = (sum(line[name] for line in steps) for name in ("executed_rounds", "useful_rounds"))
     rows = recipe.batch_size * len(steps)
+    passes = done = 0.0
+    for line in steps:  # a late switch changes the model on the way
+        model, rounds = recipe.at(line["step"] - 1).model, line["executed_rounds"]
+        passes += flops.layer_passes(model, rounds / recipe.batch_size) / len(steps)
+        done += flops.train_flops(model, seq_len=seq_len, sequences=recipe.batch_size, rounds=rounds)
     gaps = np.diff([line["time"] for line in steps])
     return {
         "params": flops.num_params(recipe.model),
@@ -139,7 +171,8 @@ def cost(out: Path, recipe: Recipe, *, seq_len: int) -> dict[str, Any]:
         "tokens": rows * seq_len,
         "executed_rounds": round(executed / rows, 4),
         "useful_rounds": round(useful / rows, 4),
-        "train_flops": flops.train_flops(recipe.model, seq_len=seq_len, sequences=rows, rounds=executed),
+        "layer_passes": round(passes, 4),
+        "train_flops": done,
         # a step that took twenty times the median held a pause between two launches
         "seconds": round(float(np.minimum(gaps, 20 * np.median(gaps)).sum()), 1) if gaps.size else 0.0,
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elr_jax import model
 from elr_jax.cache import init_cache
-from elr_jax.config import LoopRule
+from elr_jax.config import ConditioningConfig, LoopRule
 from elr_jax.errors import ElrError
 
 KEY = jax.random.key(3)
@@ -32,13 +32,18 @@ def params_of(config):
 
 CONFIGS = {
     "elr": partial(configure, "elr", coda=""),
+    "conditioned": partial(configure, "elr", conditioning=ConditioningConfig(width=6, sinusoids=4, rank=3)),
     "sphere": partial(tiny_dory, prelude="", core="S*", coda="S"),
     **{name: partial(configure, name) for name in RULES if name != "elr"},
 }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("elr", "sphere") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name",
+    [
+        name if name in ("elr", "conditioned", "sphere") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGS
+    ],
 )
 def test_prompt_and_steps_are_one_full_pass(name):
     """Prompts of W−1, W, W+1 and 2W tokens and more than a window of steps after them, at positions from 7 on."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elr_jax import presets
 from elr_jax.config import (
     AttentionConfig,
+    ConditioningConfig,
     LoopRule,
     MLPConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ from elr_jax.config import (
 from elr_jax.errors import ElrError
 
 MODEL = small_model(LoopRule())
+TOLD = small_model(LoopRule(), conditioning=ConditioningConfig(budget=False, rank=2))
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 
 
@@ -40,6 +42,18 @@ BAD = [
     (
         lambda: model(residual_init="zero", sphere=SphereConfig()),
         "residual_init='zero' has no place on the unit sphere: leave it out there",
+    ),
+    (
+        lambda: model(conditioning=ConditioningConfig(), sphere=SphereConfig()),
+        "conditioning has no place on the unit sphere, whose layers have no norm: leave out one",
+    ),
+    (lambda: ConditioningConfig(width=0), "conditioning.width=0 must be at least 1"),
+    (lambda: ConditioningConfig(rank=-1), "conditioning.rank=-1 must be at least 1"),
+    (lambda: ConditioningConfig(sinusoids=5), "conditioning.sinusoids=5 is odd: half are sines, half cosines"),
+    (lambda: ConditioningConfig(progress=False, budget=False), "conditioning.progress=False and budget=False tell"),
+    (
+        lambda: ConditioningConfig(scale_shift=False, low_rank=False, rescale=False),
+        "conditioning.scale_shift, low_rank and rescale are all False: set one",
     ),
     (lambda: model(residual_init="zeros"), "residual_init='zeros' is unknown: choose one of scaled, zero"),
     (lambda: MLPConfig(d_ff=0), "mlp.d_ff=0 must be at least 1"),
@@ -71,7 +85,7 @@ def test_a_bad_value_is_refused_with_the_mend(make, message):
 
 
 @pytest.mark.parametrize(
-    "config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values())]
+    "config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values()), TOLD]
 )
 def test_json_keeps_a_config(config):
     data = to_dict(config)

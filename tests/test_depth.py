@@ -24,6 +24,7 @@ from elr_jax.depth import (
     RotatingSlice,
     SharedDraw,
     Switch,
+    Weighted,
     executed_rounds,
     sort_by_depth,
     useful_rounds,
@@ -38,6 +39,7 @@ PER_ROW = [
     PoissonDepth(rate=2.5, max_loops=4),
     LogNormalPoisson(rate=32, max_loops=64),
     LogNormalPoisson(rate=3, max_loops=6, sigma=1.0),
+    Weighted(probabilities=(0.4, 0.05, 0.05, 0.5)),
 ]
 SHARED = [
     SharedDraw(max_loops=4),
@@ -205,6 +207,16 @@ def test_log_normal_poisson_marginal(rate, sigma, max_loops):
         assert probabilities[loops - 1] == pytest.approx(expected, abs=1e-12)
 
 
+def test_weighted_marginal_is_what_was_given():
+    """Up to the rounding of a sum that is 1 only to seven digits; a count of probability 0 is never drawn."""
+    law = Weighted(probabilities=(0.4, 0.0, 0.1, 0.5))
+    np.testing.assert_array_equal(law.marginal(), [0.4, 0.0, 0.1, 0.5])
+    assert law.max_loops == 4 and law.mean() == pytest.approx(0.4 + 0.3 + 2.0)
+    assert 2 not in draw(law, np.arange(2000), np.arange(16), 16)
+    thirds = Weighted(probabilities=(0.3333333, 0.3333333, 0.3333333)).marginal()
+    np.testing.assert_allclose(thirds, 1 / 3, rtol=1e-15)
+
+
 def test_log_normal_poisson_mean():
     """Uncut, the mean is rate + 1 whatever sigma."""
     assert LogNormalPoisson(rate=32, max_loops=2000).mean() == pytest.approx(33, abs=1e-8)
@@ -296,6 +308,10 @@ def test_json_round_trip(law):
         (lambda: PoissonDepth(rate=8, max_loops=0), "max_loops=0"),
         (lambda: LogNormalPoisson(rate=math.inf, max_loops=4), "rate=inf"),
         (lambda: LogNormalPoisson(rate=8, max_loops=4, sigma=-1), "sigma=-1"),
+        (lambda: Weighted(probabilities=()), r"probabilities=\(\) are no"),
+        (lambda: Weighted(probabilities=(1.5, -0.5)), r"probabilities=\(1.5, -0.5\) are no"),
+        (lambda: Weighted(probabilities=(math.nan, 1.0)), "are no probabilities"),
+        (lambda: Weighted(probabilities=(0.5, 0.4)), "add up to 0.9: divide"),
         (lambda: Switch(after=1.1, law=Fixed(loops=2)), "after=1.1"),
         (lambda: Switch(after=0.5, law=Switch(after=0.5, law=Fixed(loops=2))), "nested"),
         (lambda: draw(RotatingSlice(max_loops=4, forced=0.1), [0], [0], 65_537), "batch_size=65537"),

@@ -37,7 +37,7 @@ def configure(rule, max_loops=MAX_LOOPS):
     return small_model(dataclasses.replace(rule, max_loops=max_loops))
 
 
-def core(x, weights):
+def core(i, x, weights):
     return jnp.tanh(x @ weights) * 1.5
 
 

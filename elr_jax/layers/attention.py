@@ -74,13 +74,15 @@ class KV:
 
 @struct.dataclass
 class Context:
-    """What every layer of a forward pass shares about its tokens."""
+    """What the layers of a forward pass share about its tokens."""
 
     segment_ids: SegmentIds
     rotary: dict[float, Rotary]
     """Angles by rotary base."""
     length: Int[Array, "B"] | None = None
     """Tokens of each row in the cache before this call; None without a cache."""
+    condition: Float[Array, "B C"] | None = None
+    """What conditioned layers are told of each row; None without conditioning."""
 
 
 def make_context(

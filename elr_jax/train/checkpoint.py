@@ -27,6 +27,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from elr_jax.errors import ElrError
+from elr_jax.params import leaves_by_path
 
 State = TypeVar("State")
 Meta = dict[str, Any]
@@ -107,7 +108,9 @@ class Checkpoints:
                 _remove(self.directory / str(old))
         return self.directory / str(step)
 
-    def restore(self, abstract: State, *, step: int | None = None) -> tuple[State, Meta] | None:
+    def restore(
+        self, abstract: State | Callable[[Meta], State], *, step: int | None = None
+    ) -> tuple[State, Meta] | None:
         """As the function `restore`; the damaged checkpoints it skips make room for the next save."""
         found = _choose(self.directory, step)
         if found is None:
@@ -166,7 +169,11 @@ def read_meta(directory: str | os.PathLike[str], *, step: int | None = None) -> 
 
 
 def restore(
-    directory: str | os.PathLike[str], abstract: State, *, step: int | None = None, field: str | None = None
+    directory: str | os.PathLike[str],
+    abstract: State | Callable[[Meta], State],
+    *,
+    step: int | None = None,
+    field: str | None = None,
 ) -> tuple[State, Meta] | None:
     """Read the newest undamaged checkpoint, bit for bit, onto the shardings of `abstract`.
 
@@ -176,7 +183,7 @@ def restore(
     Args:
         directory: where the step folders are.
         abstract: the pytree saved, with arrays or `jax.ShapeDtypeStruct`s for leaves; leaves without a sharding go to
-            the first local device.
+            the first local device. Or a function that gives it for the metadata of the checkpoint that was chosen.
         step: this step or an error, instead of the newest that is whole.
         field: the top-level field of the saved state that `abstract` describes, such as `params`; None for all of it.
 
@@ -245,8 +252,9 @@ def _read_manifest(path: epath.Path) -> dict[str, Any]:
     return content
 
 
-def _read(path: epath.Path, abstract: State, *, field: str | None) -> tuple[State, Meta]:
+def _read(path: epath.Path, abstract: State | Callable[[Meta], State], *, field: str | None) -> tuple[State, Meta]:
     manifest = _read_manifest(path)
+    abstract = abstract(manifest["meta"]) if callable(abstract) else abstract
     _refuse_unfit(manifest["leaves"], _describe(abstract if field is None else {field: abstract}), field, path=path)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     placed = lambda leaf: getattr(leaf, "sharding", None) or here
@@ -289,10 +297,7 @@ def _refuse_full_disk(directory: epath.Path, state: Any) -> None:
 
 def _describe(tree: Any) -> dict[str, str]:
     """`params/layers/0/kernel` → `float32[64, 64]`, for every leaf."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves_by_path(tree).items()}
 
 
 def _digests(folder: epath.Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ class LoopResult(NamedTuple):
     """Share of scored tokens whose most likely prediction is right."""
     bits_per_byte: float | None
     residual: float
-    """Mean over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖."""
+    """Mean over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖ in a pass of k rounds."""
 
 
 def evaluate(
@@ -79,9 +79,17 @@ def residuals(
     params: model.Params, batch: Batch, key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
 ) -> Float[Array, "R 2"]:
     """For each round, Σ over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖ and the number of tokens."""
-    depth = jnp.full(batch.tokens.shape[0], config.loop.max_loops, jnp.int32)
-    states = model.states(
-        params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
-    ).astype(jnp.float32)
-    moved = jnp.linalg.norm(states[1:] - states[:-1], axis=-1) / jnp.linalg.norm(states[1:], axis=-1)
+    rounds = config.loop.max_loops
+
+    def moves(loops: Int32[Array, ""] | int) -> Float[Array, "R B T"]:
+        depth = jnp.full(batch.tokens.shape[0], loops, jnp.int32)
+        states = model.states(
+            params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
+        ).astype(jnp.float32)
+        return jnp.linalg.norm(states[1:] - states[:-1], axis=-1) / jnp.linalg.norm(states[1:], axis=-1)
+
+    if config.conditioning is None:
+        moved = moves(rounds)
+    else:  # round k of a longer pass is told something else
+        moved = jax.lax.map(lambda k: moves(k)[k - 1], jnp.arange(1, rounds + 1))
     return jnp.stack([jnp.sum(moved, axis=(1, 2)), jnp.full(moved.shape[0], moved[0].size, jnp.float32)], axis=1)

@@ -2,19 +2,22 @@
 
 Groups come from `ParamSpec.group`, never from a leaf's rank. Beside Muon:
 
-    group      rule   peak rate                           decayed
-    matrix     Muon   learning_rate                       yes
-    embedding  AdamW  adam_learning_rate                  yes
-    vector     AdamW  adam_learning_rate                  no
-    loop       AdamW  adam_learning_rate · loop_lr_scale  no
+    group      rule   peak rate                                decayed
+    matrix     Muon   learning_rate                            yes
+    embedding  AdamW  adam_learning_rate                       yes
+    vector     AdamW  adam_learning_rate                       no
+    loop       AdamW  adam_learning_rate · loop_lr_scale       no
+    condition  AdamW  adam_learning_rate · condition_lr_scale  no
 
-With `optimizer="adamw"` every group is AdamW and `learning_rate` stands for both rates.
+With `optimizer="adamw"` every group is AdamW and `learning_rate` stands for both rates. The condition group, which may
+join in the middle of a run, follows the run's schedule times a warm-up that counts its own updates, as its moments do.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
@@ -41,6 +44,10 @@ class OptimConfig:
     """Peak AdamW rate of embeddings, vectors and loop parameters beside Muon."""
     loop_lr_scale: float = 1.0
     """Factor on the AdamW rate of the loop parameters: gates, injection, readout."""
+    condition_lr_scale: float = 1.0
+    """Factor on the AdamW rate of the conditioning."""
+    condition_warmup_steps: int = 20
+    """Steps of linear rise of the conditioning's rate, counted from its own first update; beside the run's warm-up."""
     schedule: Decay = "cosine"
     """After the warm-up: cosine decay, or wsd (stable, then linear decay in the last part of the run)."""
     warmup_steps: int = 100
@@ -68,7 +75,11 @@ class OptimConfig:
                 raise ElrError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}")
         for names, holds, allowed in (
             (("learning_rate", "adam_learning_rate", "eps", "clip_norm"), lambda x: 0 < x < math.inf, "above 0"),
-            (("loop_lr_scale", "warmup_steps", "weight_decay"), lambda x: 0 <= x < math.inf, "of 0 or more"),
+            (
+                ("loop_lr_scale", "condition_lr_scale", "warmup_steps", "condition_warmup_steps", "weight_decay"),
+                lambda x: 0 <= x < math.inf,
+                "of 0 or more",
+            ),
             (("decay_fraction", "final_fraction"), lambda x: 0 <= x <= 1, "from 0 to 1"),
             (("b1", "b2", "momentum"), lambda x: 0 <= x < 1, "from 0 to below 1"),
         ):
@@ -115,8 +126,12 @@ def muon_dimensions(spec: ParamSpec) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(reduction_axis=axes[: spec.inputs], output_axis=axes[spec.inputs :])
 
 
-def make_optimizer(config: OptimConfig, specs: Any, total_steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, specs: Any, total_steps: int, *, grafted_at: int = 0
+) -> optax.GradientTransformation:
     """Global-norm clipping, then each group's rule; moments are float32.
+
+    `grafted_at` is the step of the run in which the condition group is first updated.
 
     Muon's update is Nesterov momentum made orthogonal by five Newton-Schulz steps and scaled by
     `ADAM_RMS`·√max(fan_in, fan_out). An m×n orthogonal matrix has entries of size 1/√max(m, n), so every weight moves
@@ -126,13 +141,15 @@ def make_optimizer(config: OptimConfig, specs: Any, total_steps: int) -> optax.G
     """
     adam_peak = config.adam_learning_rate if config.optimizer == "muon" else config.learning_rate
 
-    def adamw(peak: float, weight_decay: float) -> optax.GradientTransformation:
-        rate = learning_rate(config, total_steps, peak=peak)
+    def adamw(scale: float, weight_decay: float) -> optax.GradientTransformation:
+        return adamw_at(learning_rate(config, total_steps, peak=adam_peak * scale), weight_decay)
+
+    def adamw_at(rate: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
         return optax.adamw(rate, config.b1, config.b2, config.eps, mu_dtype=jnp.float32, weight_decay=weight_decay)
 
     def matrices() -> optax.GradientTransformation:
         if config.optimizer == "adamw":
-            return adamw(config.learning_rate, config.weight_decay)
+            return adamw(1.0, config.weight_decay)
         return muon(
             learning_rate(config, total_steps),
             beta=config.momentum,
@@ -144,13 +161,19 @@ def make_optimizer(config: OptimConfig, specs: Any, total_steps: int) -> optax.G
             consistent_rms=ADAM_RMS,
         )
 
-    rules = optax.partition(
-        {
-            "matrix": matrices(),
-            "embedding": adamw(adam_peak, config.weight_decay),
-            "vector": adamw(adam_peak, 0.0),
-            "loop": adamw(adam_peak * config.loop_lr_scale, 0.0),
-        },
-        map_specs(lambda spec: spec.group, specs),
-    )
-    return rules if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), rules)
+    def conditioning() -> optax.GradientTransformation:
+        rate = learning_rate(config, total_steps, peak=adam_peak * config.condition_lr_scale)
+        steps = max(config.condition_warmup_steps, 1)
+        return adamw_at(lambda count: rate(grafted_at + count) * jnp.minimum((count + 1) / steps, 1.0), 0.0)
+
+    groups = map_specs(lambda spec: spec.group, specs)
+    rules = {
+        "matrix": matrices(),
+        "embedding": adamw(1.0, config.weight_decay),
+        "vector": adamw(1.0, 0.0),
+        "loop": adamw(config.loop_lr_scale, 0.0),
+    }
+    if "condition" in jax.tree.leaves(groups):  # a model without it keeps no count of its updates
+        rules["condition"] = conditioning()
+    split = optax.partition(rules, groups)
+    return split if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), split)

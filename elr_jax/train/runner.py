@@ -2,15 +2,17 @@
 
 A launch reads the newest checkpoint of its folder, if there is one; batches and depths are functions of the step, so
 nothing else has to be restored. The last step and SIGTERM save, once.
+
+A conditioned model with a late switch starts without conditioning at one loop and is grafted between two steps. The
+state after step n always fits `recipe.at(n)`, on disk as in memory.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,12 @@ from elr_jax.config import ModelConfig, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.train import checkpoint
-from elr_jax.train.data import Dataset, batches, open_dataset
+from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.metrics import MetricsWriter
-from elr_jax.train.optim import learning_rate, make_optimizer
+from elr_jax.train.optim import learning_rate
 from elr_jax.train.settings import Launch, Recipe, TextRun
-from elr_jax.train.step import StepMetrics, TrainState, init_state, train_step
+from elr_jax.train.step import StepMetrics, TrainState, graft_state, init_state, optimizer_for, train_step
 
 
 def train_text(run: TextRun) -> list[LoopResult]:
@@ -47,14 +49,11 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         raise ElrError(
             f"model.vocab_size={recipe.model.vocab_size} is smaller than the data's {training.vocab_size}: raise it"
         )
-    optimizer = make_optimizer(recipe.optim, model.param_specs(recipe.model), recipe.steps)
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
-    state = _start(recipe, optimizer, store, meta)
-    step = jax.jit(
-        partial(train_step, recipe=recipe, optimizer=optimizer, runtime=launch.runtime), donate_argnames=("state",)
-    )
+    state = _start(recipe, store, meta)
     first = int(state.step)
+    step = _compiled(recipe.at(first), launch)
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log)
     results: list[LoopResult] = []
@@ -64,10 +63,12 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         for number, batch in enumerate(todo, start=first + 1):
             state, metrics = step(state, batch)
             reporter.report(number, metrics)
+            if number == recipe.graft_step:
+                state, step = _graft(state, recipe), _compiled(recipe, launch)
             last = number >= recipe.steps or stopped.is_set()
             if last or (launch.save_every and number % launch.save_every == 0):
                 reporter.flush()  # else a kill now would lose the line of a step that is not run again
-                store.save(number, state, meta)
+                store.save(number, state, meta | {"step": number})
             if number < recipe.steps and launch.eval_every and number % launch.eval_every == 0:
                 score(number, state.params)
             if last:
@@ -82,18 +83,16 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
 def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, ModelConfig]:
     """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote."""
     folder = checkpoint_folder(out)
-    meta = checkpoint.read_meta(folder, step=step)
-    if meta is None:
-        raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
-    if "recipe" in meta:
-        config = from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).model
-    else:
-        config = from_dict(ModelConfig, meta["model"])
-    dtype = meta.get("dtype", "float32")
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.abstract(config))
+
+    def abstract(meta: checkpoint.Meta) -> model.Params:
+        dtype = meta.get("dtype", "float32")
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.abstract(_config(meta)))
+
     restored = checkpoint.restore(folder, abstract, step=step, field="params")
-    assert restored is not None, "read_meta found a checkpoint"
-    return restored[0], config
+    if restored is None:
+        raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
+    params, meta = restored
+    return params, _config(meta)
 
 
 def save_params(out: str, params: model.Params, config: ModelConfig) -> None:
@@ -110,25 +109,51 @@ def checkpoint_folder(out: str) -> Path:
     return Path(out) / "checkpoints"
 
 
-def _start(recipe: Recipe, optimizer: Any, store: checkpoint.Checkpoints, meta: dict[str, Any]) -> TrainState:
-    init = jax.jit(partial(init_state, recipe, optimizer))
-    restored = store.restore(jax.eval_shape(init)) if _same_run(store, meta) else None
+def _config(meta: checkpoint.Meta) -> ModelConfig:
+    """Of the parameters that the metadata was saved with."""
+    if "model" in meta:
+        return from_dict(ModelConfig, meta["model"])
+    return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
+
+
+def _compiled(recipe: Recipe, launch: Launch) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=launch.runtime)
+    return jax.jit(step, donate_argnames=("state",))
+
+
+def _graft(state: TrainState, recipe: Recipe) -> TrainState:
+    model_, loops = recipe.model, recipe.model.loop.max_loops
+    _tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
+    grafted = partial(graft_state, recipe=recipe, optimizer=optimizer_for(recipe))
+    return jax.jit(grafted, donate_argnames=("state",))(state)
+
+
+def _start(recipe: Recipe, store: checkpoint.Checkpoints, meta: checkpoint.Meta) -> TrainState:
+    def init(step: int) -> Callable[[], TrainState]:
+        part = recipe.at(step)
+        return jax.jit(partial(init_state, part, optimizer_for(part)))
+
+    same = _same_run(store, meta)
+    restored = store.restore(lambda saved: jax.eval_shape(init(saved.get("step", 0)))) if same else None
     if restored is None:
-        _tell(f"{flops.num_params(recipe.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
-        return init()
+        count = flops.num_params(recipe.at(0).model)
+        _tell(f"{count:,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
+        return init(0)()
     state, _ = restored
     _tell(f"resuming after step {int(state.step)} of {recipe.steps}")
     return state
 
 
-def _same_run(store: checkpoint.Checkpoints, meta: dict[str, Any]) -> bool:
+def _same_run(store: checkpoint.Checkpoints, meta: checkpoint.Meta) -> bool:
     saved = checkpoint.read_meta(store.directory)
     if saved is None:
         return False
     if "recipe" not in saved:
         raise ElrError(f"{store.directory} holds parameters that no run trained: start a new --launch.out directory")
-    for part, what in (("recipe", "the recipe"), ("data", "the data")):
-        checkpoint.refuse_mismatch(saved[part], meta[part], what=what)
+    # a field that is younger than the checkpoint has its default there
+    recipe = from_dict(Recipe, saved["recipe"], unions=LAW_UNIONS).to_dict()
+    checkpoint.refuse_mismatch(recipe, meta["recipe"], what="the recipe")
+    checkpoint.refuse_mismatch(saved["data"], meta["data"], what="the data")
     return True
 
 
@@ -140,7 +165,7 @@ def _evaluate(
     results = evaluate(
         params,
         data,
-        config=recipe.model,
+        config=recipe.at(step).model,
         runtime=launch.runtime,
         bytes_per_token=validation.bytes_per_token,
         key=jax.random.key(recipe.seed),
@@ -175,7 +200,7 @@ class _Reporter:
         number, metrics = self._pending
         self._pending = None
         metrics = jax.device_get(metrics)
-        recipe, rounds = self._recipe, float(metrics.executed_rounds)
+        recipe, rounds = self._recipe.at(number - 1), float(metrics.executed_rounds)
         loops = range(1, recipe.model.loop.max_loops + 1)
         by_depth = {
             k: float(loss / weight)
@@ -192,6 +217,8 @@ class _Reporter:
             "learning_rate": float(jnp.asarray(self._rate(number - 1))),
             "executed_rounds": int(metrics.executed_rounds),
             "useful_rounds": int(metrics.useful_rounds),
+            "layer_passes": flops.layer_passes(recipe.model, rounds / recipe.batch_size),
+            "train_flops": done,
             "skipped": int(metrics.skipped),
             **speed,
         }

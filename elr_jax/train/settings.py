@@ -1,10 +1,11 @@
 """Everything a training run is told: the recipe, which a checkpoint pins, and how this launch goes about it."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from elr_jax.config import ModelConfig, Runtime, to_dict
-from elr_jax.depth import LAW_UNIONS, DepthLaw
+from elr_jax.depth import LAW_UNIONS, DepthLaw, Fixed, Switch
 from elr_jax.errors import ElrError
 from elr_jax.train.data import DataConfig
 from elr_jax.train.optim import OptimConfig
@@ -41,6 +42,21 @@ class Recipe:
                 f"the depth law draws up to {self.depth.max_loops} loops but model.loop.max_loops="
                 f"{self.model.loop.max_loops}: raise it, or lower the law's"
             )
+
+    @property
+    def graft_step(self) -> int:
+        """Steps after which conditioning is grafted onto the model: those before a late switch; else 0."""
+        if self.model.conditioning is None or not isinstance(self.depth, Switch):
+            return 0
+        return self.depth.first_step(self.steps)
+
+    def at(self, step: int) -> "Recipe":
+        """What trains the given step (from 0): before a graft, the model without conditioning at one loop."""
+        if step >= self.graft_step:
+            return self
+        loop = dataclasses.replace(self.model.loop, max_loops=1)
+        model = dataclasses.replace(self.model, conditioning=None, loop=loop)
+        return dataclasses.replace(self, model=model, depth=Fixed(loops=1))
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON-ready data."""

@@ -17,8 +17,9 @@ from elr_jax import model
 from elr_jax.config import Runtime
 from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, sum_by_depth
-from elr_jax.params import onto_sphere
+from elr_jax.params import onto_sphere, overlay
 from elr_jax.train.data import Batch
+from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
 from elr_jax.typing import Array, Depth, Float, Int32, PRNGKeyArray
 
@@ -60,6 +61,17 @@ def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> Train
     params: Any = model.init(init_key, recipe.model)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(step=zero, params=params, opt_state=optimizer.init(params), key=run_key, skipped=jnp.copy(zero))
+
+
+def optimizer_for(recipe: Recipe) -> optax.GradientTransformation:
+    """The optimizer of the recipe's model."""
+    specs = model.param_specs(recipe.model)
+    return make_optimizer(recipe.optim, specs, recipe.steps, grafted_at=recipe.graft_step)
+
+
+def graft_state(state: TrainState, *, recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before a graft as the recipe's model goes on from it: what there was as it is, all else fresh."""
+    return overlay(init_state(recipe, optimizer), state)
 
 
 def draw_depths(recipe: Recipe, key: PRNGKeyArray, step: Int32[Array, ""]) -> Depth:

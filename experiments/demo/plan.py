@@ -9,13 +9,12 @@ from pathlib import Path
 
 import jax
 
-from elr_jax import flops, model
+from elr_jax import flops
 from elr_jax.config import Runtime
 from elr_jax.errors import ElrError
 from elr_jax.train.data import Batch, batches
-from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import init_state, train_step
+from elr_jax.train.step import init_state, optimizer_for, train_step
 from experiments.sweep import Cell
 
 SET_UP_SECONDS = 75.0
@@ -60,7 +59,7 @@ def measure_speed(cell: Cell, *, steps: int = 4) -> Speed:
     recipe = cell.recipe
     data = cell.task.open("train", seed=0)
     seq_len = data.seq_len
-    optimizer = make_optimizer(recipe.optim, model.param_specs(recipe.model), recipe.steps)
+    optimizer = optimizer_for(recipe)
     state = init_state(recipe, optimizer)
     step = jax.jit(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime()))
     stream: Iterator[Batch] = batches(data, recipe.batch_size)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax import flops
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Fixed, PerExample, RotatingSlice, SharedDraw, executed_rounds, sort_by_depth
-from elr_jax.presets import PLAIN, tiny_text
+from elr_jax.presets import PLAIN, gpt_half_billion, tiny_text
 from elr_jax.train.data import DataConfig
 from elr_jax.train.optim import OptimConfig
 from elr_jax.train.settings import Recipe
@@ -43,20 +43,6 @@ class Size:
         return self.model.loop.max_loops
 
 
-def half_billion() -> ModelConfig:
-    """About 0.6B parameters in 24 blocks, split 6 | 12 | 6, for vocabularies up to 50,304; up to 5 loops."""
-    return ModelConfig(
-        vocab_size=50_304,
-        d_model=1280,
-        prelude="*-" * 6,
-        core="*-" * 12,
-        coda="*-" * 6,
-        attention=AttentionConfig(num_heads=20, num_kv_heads=20, head_dim=64),
-        mlp=MLPConfig(d_ff=5120, kind="squared_relu"),
-        loop=LoopRule(max_loops=5),
-    )
-
-
 def size_of(preset: Preset, data: DataConfig) -> Size:
     """Sizes of a preset; `data` brings source, tokenizer and cache."""
     smoke_model = dataclasses.replace(
@@ -68,7 +54,7 @@ def size_of(preset: Preset, data: DataConfig) -> Size:
     sizes = {
         "cpu": Size(model=tiny_text(), data=data, steps=STEPS, batch_size=16, microbatches=4, forced=0.1),
         "paper": Size(
-            model=half_billion(),
+            model=gpt_half_billion(),
             data=dataclasses.replace(data, seq_len=2048),
             steps=20_000,
             batch_size=256,

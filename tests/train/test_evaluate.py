@@ -1,14 +1,16 @@
 """Evaluation at every loop count against the model itself."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import perturb
 
 from elr_jax import model
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
 from elr_jax.losses import cross_entropy
 from elr_jax.train import evaluate as module
 from elr_jax.train.data import Batch
@@ -57,6 +59,20 @@ def test_scores_are_means_over_all_scored_tokens():
         moved = np.linalg.norm(states[:, k] - states[:, k - 1], axis=-1) / np.linalg.norm(states[:, k], axis=-1)
         assert result.residual == pytest.approx(moved.mean(), rel=1e-5)
     assert evaluate(params, data, config=CONFIG, key=KEY)[0].bits_per_byte is None
+
+
+def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
+    """Round k of a longer pass is another function, since the budget is told."""
+    told = ConditioningConfig(width=4, sinusoids=4, rank=2)
+    config = dataclasses.replace(CONFIG, core="-", conditioning=told, loop=LoopRule(max_loops=2))
+    params = perturb(model.init(KEY, config))
+    results = evaluate(params, [batch(0)], config=config)
+    moved = {}
+    for k in (1, 2):
+        states = model.states(params, batch(0).tokens, jnp.full(2, k), config=config)
+        moved[k] = np.linalg.norm(states[1:] - states[:-1], axis=-1) / np.linalg.norm(states[1:], axis=-1)
+        assert results[k - 1].residual == pytest.approx(moved[k][k - 1].mean(), rel=1e-5)
+    assert abs(moved[1][0].mean() - moved[2][0].mean()) > 1e-3
 
 
 def test_a_second_evaluation_compiles_nothing():

@@ -10,7 +10,16 @@ import optax
 import pytest
 
 from elr_jax.errors import ElrError
-from elr_jax.params import ParamSpec, constant, init_params, matrix, truncated_normal, vector
+from elr_jax.params import (
+    ParamSpec,
+    constant,
+    init_params,
+    leaves_by_path,
+    matrix,
+    overlay,
+    truncated_normal,
+    vector,
+)
 from elr_jax.train.optim import ADAM_RMS, OptimConfig, learning_rate, make_optimizer, muon_dimensions
 
 
@@ -207,7 +216,9 @@ def test_schedule_borders(schedule):
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
         ({"adam_learning_rate": float("nan")}, "adam_learning_rate=nan"),
         ({"loop_lr_scale": -1.0}, "loop_lr_scale=-1.0"),
+        ({"condition_lr_scale": -1.0}, "condition_lr_scale=-1.0"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"condition_warmup_steps": -1}, "condition_warmup_steps=-1"),
         ({"decay_fraction": 1.5}, "decay_fraction=1.5"),
         ({"final_fraction": -0.5}, "final_fraction=-0.5"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
@@ -228,3 +239,50 @@ def test_bad_values_name_themselves(values, message):
 def test_a_warm_up_longer_than_the_run_is_refused(config):
     with pytest.raises(ElrError, match=r"warmup_steps=\d+ .*10 steps"):
         make_optimizer(config, SPECS, 10)
+
+
+def test_grafted_conditioning_enters_with_its_own_moments_count_and_warm_up():
+    """After 40 steps without it. With a constant gradient, bias-corrected AdamW moves by its rate times the sign."""
+    specs = {"a": matrix((4, 6), ("D", "F"))}
+    more = specs | {"told": matrix((6, 4), ("C", "D"), group="condition")}
+    config = OptimConfig(
+        optimizer="adamw",
+        learning_rate=0.01,
+        warmup_steps=3,
+        b2=0.999,
+        clip_norm=None,
+        condition_lr_scale=0.5,
+        condition_warmup_steps=4,
+    )
+    without, with_it = make_optimizer(config, specs, 100), make_optimizer(config, more, 100, grafted_at=40)
+    params = init_params(jax.random.key(0), more)
+    grads = jax.tree.map(lambda leaf: 1e-3 * jnp.sin(7 * leaf), params)
+    old = {"a": params["a"]}
+    state = without.init(old)
+    for _ in range(40):
+        _, state = jax.jit(without.update)({"a": grads["a"]}, state, old)
+    grafted = overlay(with_it.init(params), state)
+    fresh, kept = leaves_by_path(grafted), leaves_by_path(state)
+    for name, leaf in kept.items():
+        np.testing.assert_array_equal(fresh.pop(name), leaf)
+    assert len(fresh) == 4 and not any(leaf.any() for leaf in fresh.values()), "two moments and two counts"
+    rate = learning_rate(config, 100, peak=0.005)
+    for n in range(6):
+        updates, grafted = jax.jit(with_it.update)(grads, grafted, params)
+        alone, state = jax.jit(without.update)({"a": grads["a"]}, state, old)
+        np.testing.assert_array_equal(updates["a"], alone["a"], err_msg="the others go on as if nothing had joined")
+        expected = -float(rate(40 + n)) * min((n + 1) / 4, 1) * np.sign(grads["told"])
+        np.testing.assert_allclose(updates["told"], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_conditioning_is_not_decayed_and_has_its_own_rate(optimizer, params, grads):
+    specs, told = (SPECS, None), (SPECS, matrix((6, 4), ("C", "D"), group="condition"))
+    values = (params, jnp.ones((6, 4)))
+    still = step(OptimConfig(optimizer=optimizer, **FLAT), values, jax.tree.map(jnp.zeros_like, values), told)
+    assert not still[1].any()
+    config = OptimConfig(optimizer=optimizer, condition_lr_scale=0.25, condition_warmup_steps=1, **FLAT)
+    updates = step(config, values, (grads, jnp.ones((6, 4))), told)
+    np.testing.assert_allclose(updates[1], -0.25 * config.learning_rate, rtol=1e-5)
+    alone = step(config, (params, None), (grads, None), specs)
+    jax.tree.map(np.testing.assert_array_equal, updates[0], alone[0])

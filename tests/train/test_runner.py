@@ -7,22 +7,26 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig
-from elr_jax.depth import PerExample
+import elr_jax
+from elr_jax import flops
+from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax.depth import PerExample, Switch
 from elr_jax.errors import ElrError
+from elr_jax.params import leaves_by_path
 from elr_jax.train import checkpoint, runner
 from elr_jax.train.data import synthetic_dataset
 from elr_jax.train.metrics import read_metrics
-from elr_jax.train.optim import OptimConfig, make_optimizer
+from elr_jax.train.optim import OptimConfig
 from elr_jax.train.runner import load_params, train
 from elr_jax.train.settings import Launch, Recipe
-from elr_jax.train.step import init_state
+from elr_jax.train.step import init_state, optimizer_for
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -74,10 +78,12 @@ def interrupt(monkeypatch, at, how):
     monkeypatch.setattr(runner, "batches", interrupted)
 
 
-def final_state(out):
-    optimizer = make_optimizer(RECIPE.optim, runner.model.param_specs(RECIPE.model), RECIPE.steps)
-    abstract = jax.eval_shape(lambda: init_state(RECIPE, optimizer))
-    state, _ = checkpoint.restore(out / "checkpoints", abstract, step=RECIPE.steps)
+def abstract_state(recipe):
+    return jax.eval_shape(partial(init_state, recipe, optimizer_for(recipe)))
+
+
+def final_state(out, recipe=RECIPE):
+    state, _ = checkpoint.restore(out / "checkpoints", abstract_state(recipe), step=recipe.steps)
     return jax.tree.map(np.asarray, state.replace(key=jax.random.key_data(state.key)))
 
 
@@ -114,6 +120,109 @@ def test_resuming_is_as_if_never_stopped(finished, tmp_path, monkeypatch):
     for one, other in zip(*(jax.tree.leaves(final_state(out)) for out in (tmp_path, straight)), strict=True):
         assert one.tobytes() == other.tobytes()
     assert told(tmp_path) == told(straight)
+
+
+SWITCH = dataclasses.replace(
+    RECIPE,
+    model=dataclasses.replace(
+        RECIPE.model,
+        coda="-",
+        loop=LoopRule(max_loops=2),
+        conditioning=ConditioningConfig(width=4, sinusoids=4, rank=2),
+    ),
+    depth=Switch(after=0.45, law=PerExample(max_loops=2)),
+    optim=OptimConfig(optimizer="adamw", warmup_steps=2, condition_warmup_steps=2),
+)
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    """A run with a late switch after 3 of its 6 steps, never stopped; it keeps every checkpoint."""
+    out = tmp_path_factory.mktemp("switched")
+    return out, launch(out, SWITCH, save_every=1, keep=6, eval_every=2)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_late_switch_is_the_same_across_a_resume(switched, tmp_path, monkeypatch, stop):
+    """Stopped before the graft, right after it, and a step later; once more there by a crash that saved nothing."""
+    straight, results = switched
+    with monkeypatch.context() as patch:
+        interrupt(patch, stop, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert launch(tmp_path, SWITCH, eval_every=2) == []
+    assert checkpoint.saved_steps(tmp_path / "checkpoints") == [stop]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="crash"):
+        interrupt(patch, stop + 1, lambda: (_ for _ in ()).throw(RuntimeError("crash")))
+        launch(tmp_path, SWITCH, eval_every=2)
+    assert launch(tmp_path, SWITCH, eval_every=2) == results
+    for one, other in zip(*(jax.tree.leaves(final_state(out, SWITCH)) for out in (tmp_path, straight)), strict=True):
+        assert one.tobytes() == other.tobytes()
+    # a step's line may be written after its evaluation's
+    ours, theirs = (
+        sorted(told(out), key=lambda line: (line["step"], "loss" not in line)) for out in (tmp_path, straight)
+    )
+    assert ours == theirs
+
+
+def test_before_a_late_switch_the_run_is_the_one_without_conditioning(switched, tmp_path):
+    """The same losses and parameters as that recipe's own run, which knows nothing of a graft to come."""
+    out, results = switched
+    early = SWITCH.at(2)
+    assert early.model.conditioning is None and early.model.loop.max_loops == 1 and SWITCH.at(3) is SWITCH
+    launch(tmp_path, early, save_every=1, keep=6)
+    steps = [line for line in told(out) if "loss" in line]
+    assert steps[:3] == [line for line in told(tmp_path) if "loss" in line][:3]
+    for step in (1, 2):
+        assert_same_params(load_params(str(out), step=step), load_params(str(tmp_path), step=step))
+    assert load_params(str(out), step=2)[1] == early.model
+    grafted, config = load_params(str(out), step=3)
+    assert config == SWITCH.model
+    plain, _ = load_params(str(tmp_path), step=3)
+    init_key = jax.random.split(jax.random.key(SWITCH.seed))[0]
+    assert_same_params((grafted, None), (elr_jax.graft(plain, config, key=init_key), None))
+    (kept, _), (made, _) = (
+        checkpoint.restore(folder / "checkpoints", abstract_state(recipe), step=3, field=None)
+        for folder, recipe in ((tmp_path, early), (out, SWITCH))
+    )
+    made = leaves_by_path(made.replace(key=jax.random.key_data(made.key)))
+    for name, leaf in leaves_by_path(kept.replace(key=jax.random.key_data(kept.key))).items():
+        np.testing.assert_array_equal(made[name], leaf, err_msg="the optimizer goes on with what it has")
+    assert [result.loops for result in results] == [1, 2]
+    assert all(line["useful_rounds"] == 4 and line["layer_passes"] == 2 for line in steps[:3])
+    assert any(line["useful_rounds"] > 4 for line in steps[3:])
+    for n, line in enumerate(steps):
+        cost = flops.train_flops(SWITCH.at(n).model, seq_len=4, sequences=4, rounds=line["executed_rounds"])
+        assert line["train_flops"] == cost
+
+
+def test_a_damaged_checkpoint_after_the_switch_falls_back_to_one_before_it(switched, tmp_path, capsys):
+    """Parameters and config are then those from before, and the run goes on from there to the same end."""
+    out = shutil.copytree(switched[0], tmp_path / "run")
+    for step in (3, 4, 5, 6):
+        files = (path for path in (out / "checkpoints" / str(step) / "state").rglob("*") if path.is_file())
+        max(files, key=lambda path: path.stat().st_size).write_bytes(b"damaged")
+    params, config = load_params(str(out))
+    assert config == SWITCH.at(0).model and params.conditioning is None
+    assert launch(out, SWITCH, eval_every=2) == switched[1]
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_checkpoint_older_than_a_setting_goes_on_with_its_default(finished, tmp_path, monkeypatch):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    read = checkpoint.read_meta
+
+    def before(*arguments, **more):
+        meta = read(*arguments, **more)
+        del meta["recipe"]["optim"]["condition_lr_scale"], meta["recipe"]["model"]["conditioning"], meta["step"]
+        return meta
+
+    monkeypatch.setattr(checkpoint, "read_meta", before)
+    assert launch(out) == finished[1]
+
+
+def assert_same_params(actual, expected):
+    for one, other in zip(*(jax.tree.leaves(tree[0]) for tree in (actual, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert actual[1] == expected[1]
 
 
 def test_every_step_is_told_once(finished):
