@@ -9,7 +9,17 @@ logits = elr.apply(params, tokens, depth, config=config)  # depth: int32 [B]
 
 from elr_jax import depth, flops, presets
 from elr_jax.cache import Cache, init_cache
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime, SphereConfig, from_dict, to_dict
+from elr_jax.config import (
+    AttentionConfig,
+    DeltaProductConfig,
+    LoopRule,
+    MLPConfig,
+    ModelConfig,
+    Runtime,
+    SphereConfig,
+    from_dict,
+    to_dict,
+)
 from elr_jax.errors import ElrError
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
 from elr_jax.model import Params, abstract, apply, extend, init, param_specs, states
@@ -18,6 +28,7 @@ from elr_jax.params import ParamSpec, count_params
 __all__ = [
     "AttentionConfig",
     "Cache",
+    "DeltaProductConfig",
     "DepthSums",
     "ElrError",
     "LoopRule",

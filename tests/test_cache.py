@@ -32,13 +32,15 @@ def params_of(config):
 
 CONFIGS = {
     "elr": partial(configure, "elr", coda=""),
+    "hybrid": partial(configure, "dory", prelude="D-*-", core="D-D-", coda="*-"),
     "sphere": partial(tiny_dory, prelude="", core="S*", coda="S"),
     **{name: partial(configure, name) for name in RULES if name != "elr"},
 }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("elr", "sphere") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name",
+    [name if name in ("elr", "hybrid", "sphere") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
 )
 def test_prompt_and_steps_are_one_full_pass(name):
     """Prompts of W−1, W, W+1 and 2W tokens and more than a window of steps after them, at positions from 7 on."""

@@ -1,12 +1,12 @@
-"""The gated delta product: a state S [H,V] a head, forgotten in part at each token and corrected by P Householder steps.
+"""The gated delta product: each head's state S [H,V] fades a little with every token and is corrected P times.
 
-For token t: S ← e^{g_t} S, then for j = 1 … P: S ← S + β_{t,j} k_{t,j} (v_{t,j} − Sᵀ k_{t,j})ᵀ, and o_t = H^{-1/2} Sᵀ q_t.
-P = 1 is Gated DeltaNet. (Yang et al., arXiv:2412.06464; Siems et al., arXiv:2502.10297.)
+For token t: S ← e^{g_t} S; then S ← S + β_{t,j} k_{t,j} (v_{t,j} − Sᵀ k_{t,j})ᵀ for its Householder steps j = 1 … P;
+then o_t = H^{-1/2} Sᵀ q_t. P = 1 is Gated DeltaNet. (Yang et al., arXiv:2412.06464; Siems et al., arXiv:2502.10297.)
 
 Three forms of one signature `(q, k, v, beta, g, state) -> (out, state)`: `sequential` is the definition, `chunked` does
-many tokens at once with matrix products, `step` is a single chunk. Keys have norm 1 or 0, 0 ≤ β ≤ 2 and g ≤ 0, so S never
-grows beyond what was written to it. A token of β = g = 0 leaves S as it is, bit for bit, and one of g ≤ `RESET` forgets
-all before it exactly. In this file V is the width of a value.
+many tokens at once with matrix products, `step` is a single chunk. Keys have norm 1 at most, 0 ≤ β ≤ 2 and g ≤ 0, so no
+step stretches S. A token of β = g = 0 leaves S as it is, bit for bit, and one of g ≤ `RESET` forgets all before it
+exactly. In this file V is the width of a value.
 
 The WY form: within a chunk, token i finds what the chunk's earlier steps wrote. With G the running sum of g and
 A_ij = β_i (k_i·k_j) e^{G_i−G_j} below the diagonal, the corrections of all steps are
@@ -97,7 +97,7 @@ def chunked(
     q: DeltaQueries, k: DeltaKeys, v: DeltaValues, beta: StepSizes, g: LogDecays, state: State
 ) -> tuple[Outputs, State]:
     """The same in chunks: matrix products inside them, a scan over them. Time and memory grow with T."""
-    batch, length, steps, heads, _ = k.shape
+    batch, length, heads, _ = q.shape
     state, out = jax.lax.scan(lambda state, chunk: chunk.run(state), state, _chunks(q, k, v, beta, g))
     return jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, v.shape[-1])[:, :length], state
 
