@@ -13,6 +13,8 @@ A_ij = β_i (k_i·k_j) e^{G_i−G_j} below the diagonal, the corrections of all 
 u = (I + A)^{-1} (β v − β e^G k S), and the chunk ends with e^{G_end} S + Σ_j e^{G_end−G_j} k_j u_jᵀ.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ LogDecays = Float[Array, "B T N"]
 State = Float[Array, "B N H V"]
 Outputs = Float[Array, "B T N V"]
 
-_STEPS = 96  # of a chunk, at most: longer ones cost more for the inverse than they save in rounds of the scan
+_STEPS = 64  # of a chunk at most: longer ones cost more for pairs of steps than they save in rounds of the scan
 _GRID = 16  # whole parts of log decays are counted in sixteenths, so that sums down to −2²⁰ are exact in float32
 
 
@@ -96,9 +98,17 @@ def sequential(
 def chunked(
     q: DeltaQueries, k: DeltaKeys, v: DeltaValues, beta: StepSizes, g: LogDecays, state: State
 ) -> tuple[Outputs, State]:
-    """The same in chunks: matrix products inside them, a scan over them. Time and memory grow with T."""
+    """The same in chunks: matrix products inside them, a scan over them. Time and memory grow with T.
+
+    The backward pass keeps each chunk's state and makes the rest again, which costs less than to fetch it from memory.
+    """
     batch, length, heads, _ = q.shape
-    state, out = jax.lax.scan(lambda state, chunk: chunk.run(state), state, _chunks(q, k, v, beta, g))
+
+    @partial(jax.checkpoint, prevent_cse=False)  # a scan's body needs no guard against it
+    def one(state: State, tokens: tuple[Array, ...]) -> tuple[State, Float[Array, "B N C V"]]:
+        return _chunk(*tokens).run(state)
+
+    state, out = jax.lax.scan(one, state, _cut(q, k, v, beta, g))
     return jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch, -1, heads, v.shape[-1])[:, :length], state
 
 
@@ -119,7 +129,7 @@ def read(
     state goes to U + M S, and so do the states that the outputs are read from.
     """
     if q.shape[1] <= chunk_tokens(q.shape[1], k.shape[2]):
-        chunk: _Chunk = jax.tree.map(lambda leaf: leaf[0], _chunks(q, k, v, beta, g))
+        chunk = _chunk(*(x[0] for x in _cut(q, k, v, beta, g)))
         return jnp.swapaxes(chunk.run(state)[1], 1, 2)[:, : q.shape[1]], chunk.update
     width, rank = v.shape[-1], q.shape[-1]
     eye = jnp.broadcast_to(jnp.eye(rank, dtype=state.dtype), (*state.shape[:-1], rank))
@@ -146,21 +156,31 @@ def rule_flops(length: int, *, steps: int, key_dim: int, value_dim: int) -> floa
     return 2 * (inside + across) * -(-length // tokens) / length
 
 
-def _chunks(q: DeltaQueries, k: DeltaKeys, v: DeltaValues, beta: StepSizes, g: LogDecays) -> _Chunk:
-    """All chunks of the tokens, stacked on a first axis; the last is filled up with tokens that do nothing."""
+def _cut(q: DeltaQueries, k: DeltaKeys, v: DeltaValues, beta: StepSizes, g: LogDecays) -> tuple[Array, ...]:
+    """The tokens chunk by chunk on a first axis, head-major; the last is filled up with tokens that do nothing."""
     batch, length, steps, heads, _ = k.shape
     tokens = chunk_tokens(length, steps)
 
     def cut(x: Array, rows: int) -> Array:
-        """[B, T, …, N, X] → [chunks, B, N, rows, X]: head-major, which XLA's CPU products want."""
+        """[B, T, …, N, X] → [chunks, B, N, rows, X]."""
         x = jnp.pad(widen(x), [(0, 0), (0, -length % tokens)] + [(0, 0)] * (x.ndim - 2))
         return jnp.transpose(x.reshape(batch, -1, rows, heads, x.shape[-1]), (1, 0, 3, 2, 4))
 
-    q = cut(q, tokens) * q.shape[-1] ** -0.5
     k, v, beta = (cut(x, tokens * steps) for x in (k, v, beta[..., None]))
-    decay, since = _decays(cut(g[..., None], tokens)[..., 0])
-    since_step, decay_step = (jnp.repeat(x, steps, axis=-1) for x in (since, decay))
+    return cut(q, tokens) * q.shape[-1] ** -0.5, k, v, beta, cut(g[..., None], tokens)[..., 0]
 
+
+def _chunk(
+    q: Float[Array, "*batch C H"],
+    k: Float[Array, "*batch R H"],
+    v: Float[Array, "*batch R V"],
+    beta: Float[Array, "*batch R 1"],
+    g: Float[Array, "*batch C"],
+) -> _Chunk:
+    """The WY form of a chunk's tokens."""
+    steps = k.shape[-2] // q.shape[-2]
+    decay, since = _decays(g)
+    since_step, decay_step = (jnp.repeat(x, steps, axis=-1) for x in (since, decay))
     transposed = jnp.swapaxes(k, -1, -2)
     found = beta * exact_product(k, transposed) * jnp.repeat(decay_step, steps, axis=-2)
     found = jnp.where(np.tril(np.ones(found.shape[-2:], bool), -1), found, 0)
