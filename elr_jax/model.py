@@ -227,7 +227,7 @@ def extend(
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length)
+    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length, new=new)
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
@@ -242,13 +242,16 @@ def extend(
             x, made = stack(x, name, caches.read(getattr(cache, name), 0), -1)
             return x, jax.tree.map(lambda leaf: leaf[None], made)
 
+    def round_(i: Int[Array, ""], u: Hidden) -> tuple[Hidden, Any]:
+        return stack(u, "core", caches.read(cache.core, i), i)
+
     x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
     state, core = run_cached_loop(
         x,
         depth,
         params.loop,
-        caches.blank(cache.core, count),
-        core=lambda i, u: stack(u, "core", caches.read(cache.core, i), i),
+        caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x)[1]),
+        core=round_,
         config=config,
         noise=noise,
     )
@@ -262,9 +265,9 @@ def extend(
         written = jnp.minimum(new, count + (logits[:, 0, 0] > 0))
         add = partial(caches.commit, length=cache.length, new=written)
         return logits, Cache(
-            prelude=add(cache.prelude, prelude),
-            core=add(cache.core, core),
-            coda=add(cache.coda, coda),
+            prelude=add(config.prelude, cache.prelude, prelude),
+            core=add(config.core, cache.core, core),
+            coda=add(config.coda, cache.coda, coda),
             length=cache.length + new,
         )
 
@@ -364,8 +367,11 @@ def pack(params: Params, *, config: ModelConfig, runtime: Runtime = Runtime()) -
 
     def stack(name: str) -> tuple[SubLayer, ...]:
         layers = zip(getattr(config, name), getattr(working, name), strict=True)
-        packed = lambda letter, mixer: LAYERS[letter].pack(mixer, runtime.dtype)
-        return tuple(dataclasses.replace(layer, mixer=packed(letter, layer.mixer)) for letter, layer in layers)
+        return tuple(dataclasses.replace(layer, mixer=mixer(letter, layer.mixer)) for letter, layer in layers)
+
+    def mixer(letter: str, params: Any) -> Any:
+        make = LAYERS[letter].pack
+        return params if make is None else make(params, runtime.dtype)
 
     stacks = {name: stack(name) for name in ("prelude", "core", "coda")}
     head = None if params.head is None else pack_weights(params.head, dtype=runtime.dtype)

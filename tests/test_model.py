@@ -55,12 +55,16 @@ def forward(params, tokens, depth, key=None, segment_ids=None, positions=None, *
 LAWS = [
     ("elr", {"prelude": "", "core": "*"}, "dots", None),
     ("parcae", {"prelude": "", "core": "S-", "coda": ""}, "layer", 2),
+    ("delta", {"prelude": "", "core": "D", "coda": ""}, "layer", 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("dory", {"core": "S-"}, "layer", 1),
             ("huginn", {"core": "*-S-", "tie_embeddings": True}, "round", 2),
             ("residual", {"core": "S", "prelude": ""}, "none", None),
+            ("elr", {"prelude": "D-*-", "core": "D-D-", "coda": "*-"}, "none", None),
+            ("dory", {"core": "D-"}, "dots", 1),
+            ("parcae", {"core": "D*"}, "round", 2),
             ("delta", {"core": "*-", "mlp": MLPConfig(d_ff=12, kind="squared_relu")}, "layer", 2),
         )
     ),
@@ -84,7 +88,7 @@ def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
     assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
 
 
-@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S")])
+@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-")])
 def test_a_row_alone_is_the_same_row_in_a_batch(name, core):
     config = configure(name, prelude="", core=core)
     params = params_of(config)

@@ -83,6 +83,8 @@ class Context:
     """Tokens of each row in the cache before this call; None without a cache."""
     condition: Float[Array, "B C"] | None = None
     """What conditioned layers are told of each row; None without conditioning."""
+    new: Int[Array, "B"] | None = None
+    """How many of each row's tokens, its first ones, are real and not padding; None without a cache."""
 
 
 def make_context(
@@ -92,13 +94,14 @@ def make_context(
     *,
     dtype: str = "float32",
     length: Int[Array, "B"] | None = None,
+    new: Int[Array, "B"] | None = None,
 ) -> Context:
     """The context of a batch; the rotary tables are made here, once, and not in every round of the loop."""
     attention = config.attention
     table = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=dtype)
     bases = (attention.base(letter) for letter in sorted({"*", "S"} & set(config.layers)))
     rotary = {base: table(base=base) for base in bases if base is not None}
-    return Context(segment_ids=segment_ids, rotary=rotary, length=length)
+    return Context(segment_ids=segment_ids, rotary=rotary, length=length, new=new)
 
 
 def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
