@@ -226,10 +226,10 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
-        if "D" in self.layers and self.delta is None:
-            raise ElrError(f"delta=None leaves the D of {self.layers!r} without sizes: give a DeltaProductConfig")
         if "D" in self.layers and self.sphere is not None:
             raise ElrError(f"sphere has no form of the D in {self.layers!r}: use attention layers, or sphere=None")
+        if "D" in self.layers and self.delta is None:
+            raise ElrError(f"delta=None leaves the D of {self.layers!r} without sizes: give a DeltaProductConfig")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 
