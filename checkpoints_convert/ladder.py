@@ -46,7 +46,7 @@ def rungs(
     """The hidden states of one call after every sub-layer, named as in `checkpoints_convert.reference`."""
     row, depth, taken = jnp.asarray(tokens, jnp.int32)[None], jnp.array([loops], jnp.int32), {}
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    context = make_context(positions, jnp.zeros_like(row), config, dtype=runtime.dtype)
+    context = make_context(positions, jnp.zeros_like(row), config, runtime=runtime)
 
     def run(x: jax.Array, stack: str, first: int, prefix: str = "") -> jax.Array:
         for at, (letter, weights) in enumerate(zip(getattr(config, stack), getattr(params, stack), strict=True)):

@@ -18,8 +18,8 @@ from flax import struct
 from elr_jax.config import LETTERS, ModelConfig
 from elr_jax.errors import ElrError
 from elr_jax.layers import KV
-from elr_jax.layers.attention import held_positions
 from elr_jax.typing import Array, Int
+from pallas_kernels.windowed_attention import held_positions
 
 CacheMode = Literal["per_loop", "last_loop"]
 

@@ -7,9 +7,9 @@ round it runs. XLA's own count takes a loop body once, whatever its trip count.
 from typing import NamedTuple
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.attention import visited_keys
 from elr_jax.model import param_specs
 from elr_jax.params import count_params
+from pallas_kernels.windowed_attention import visited_keys
 
 
 class ForwardFlops(NamedTuple):

@@ -134,7 +134,7 @@ def extend(
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length)
+    context = make_context(positions, jnp.zeros_like(tokens), config, runtime=runtime, length=cache.length)
     noise = _noise(key, positions, config, runtime)
 
     def stack(x: Hidden, name: str, entries: Any) -> tuple[Hidden, Any]:
@@ -217,7 +217,7 @@ def _encode(
         segment_ids = jnp.zeros(tokens.shape, jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    context = make_context(positions, segment_ids, config, dtype=runtime.dtype)
+    context = make_context(positions, segment_ids, config, runtime=runtime)
     with jax.named_scope("prelude"):
         x = _embed(params, tokens, config, runtime)
         x = apply_stack(x, params.prelude, context, letters=config.prelude, config=config, runtime=runtime)
