@@ -57,7 +57,7 @@ def rungs(
     x = params.embedding[row].astype(runtime.dtype)
     taken["embedding"] = unit_norm(x, eps=config.norm_eps)
     x = run(taken["embedding"] if config.sphere and config.sphere.embedding_norm else x, "prelude", 0)
-    state, operands = begin(x, depth, params.loop, None, config=config, noise=None)
+    state, operands = begin(x, depth, params.loop, None, config=config, runtime=runtime, noise=None)
     for i in range(loops):
         x = taken[f"loop {i + 1} entry"] = enter_round(state, operands, config)
         x = run(x, "core", len(config.prelude), f"loop {i + 1} ")

@@ -155,6 +155,7 @@ def extend(
         caches.blank(cache.core, count),
         core=lambda i, u: stack(u, "core", caches.read(cache.core, i)),
         config=config,
+        runtime=runtime,
         noise=noise,
     )
     state, coda = once(state, "coda")
@@ -190,7 +191,8 @@ def states(
     params = cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     core = _core(config, runtime)
-    return trajectory(entry, depth, params.loop, (params.core, context), core=core, config=config, noise=noise)
+    core_params = (params.core, context)
+    return trajectory(entry, depth, params.loop, core_params, core=core, config=config, runtime=runtime, noise=noise)
 
 
 def _core(config: ModelConfig, runtime: Runtime):

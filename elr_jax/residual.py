@@ -4,14 +4,14 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.layers import KV, LAYERS, Context
-from elr_jax.layers.norms import rms_norm, unit_norm
+from elr_jax.layers.norms import rms_norm
 from elr_jax.params import vector
 from elr_jax.typing import Array, Float, Hidden, widen
+from pallas_kernels.sphere_step import sphere_step
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -50,9 +50,8 @@ def sub_layer(
         out, made = LAYERS[letter].apply(inner, params.mixer, context, config, past=past)
         if params.rate is None or config.sphere is None:
             return x + out, made
-        start, end = (unit_norm(widen(y), eps=config.norm_eps) for y in (x, out))
-        step = jnp.abs(widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std))
-        return unit_norm(start + step * (end - start), eps=config.norm_eps).astype(x.dtype), made
+        rate = widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std)
+        return sphere_step(x, out, rate, eps=config.norm_eps, implementation=context.kernels), made
 
 
 def apply_stack(

@@ -1,7 +1,7 @@
 """How an op chooses its form: by the caller's name for it, or by the platform the program is made for.
 
-A named form runs or raises an `ElrError`: at once for shapes and types it has no kernel for, when the program is lowered
-for a platform that is not its own. Without a name an op always runs.
+A named form runs or raises an `ElrError`: at once for shapes and types it has no kernel for, on lowering for a platform
+that is not its own. Without a name an op always runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def choose(
 
 def target_platform() -> str:
     """The platform of the mesh in use (`jax.set_mesh`), which may have no devices here, else of the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.read("jax_default_device")
     name = getattr(device, "platform", device) or jax.default_backend()
     return "cuda" if name == "gpu" else name
 

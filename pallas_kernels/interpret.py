@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 
 _active = ContextVar("interpreting", default=False)
@@ -25,8 +26,7 @@ def tpu_interpreter(**params: Any) -> Iterator[None]:
 @contextmanager
 def gpu_interpreter(**params: Any) -> Iterator[None]:
     """Interpret Mosaic GPU kernels called inside; JAX has had this interpreter since 0.12."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu: Any = import_module("jax.experimental.pallas.mosaic_gpu")
     with _marked(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**params)):
         yield
 

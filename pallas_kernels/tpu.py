@@ -1,7 +1,7 @@
 """What the TPU kernels share: results that know their mesh axes, products in float32, rows turned into columns."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ def result(shape: Sequence[int], dtype: Any, *operands: Array) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=axes)
 
 
-def parameters(*semantics: str) -> pltpu.CompilerParams:
+def parameters(*semantics: Literal["parallel", "arbitrary"]) -> pltpu.CompilerParams:
     """`parallel` grid dimensions may run in any order and on any core, `arbitrary` ones run in theirs."""
-    return pltpu.CompilerParams(dimension_semantics=semantics)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=48 * 2**20)
 
 
 def dot(a: Float[Array, "..."], b: Float[Array, "..."], axes: tuple[int, int]) -> Float[Array, "..."]:

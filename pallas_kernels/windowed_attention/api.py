@@ -29,13 +29,13 @@ def windowed_attention(
     lengths: Int[Array, "B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Queries:
-    """softmax(q kᵀ/√H) v of q [B,T,N,H] over the last `window` keys (None: all) of k, v [B,T,K,H], the query's own included.
+    """softmax(q kᵀ/√H) v of q [B,T,N,H] over the last `window` keys (None: all) of k, v [B,T,K,H], the own included.
 
     N is a multiple of K; query head n reads key-value head n // (N/K). Tokens attend within equal `segment_ids`, and
-    within the first `lengths` [B] of their row; a query that sees no key gives zeros. `global_keys` are a second key and
-    value of the same tokens, [B,T,K,H] each: one softmax over both, in which a token inside the window counts with its
-    window key alone. Sums are float32 or wider; the kernels keep q, k, v, the output and log-sum-exps [B,T,N] for the
-    backward pass and never hold T² scores.
+    within the first `lengths` [B] of their row; a query that sees no key gives zeros. `global_keys` are a second key
+    and value of the same tokens, [B,T,K,H] each: one softmax over both, in which a token inside the window counts with
+    its window key alone. Sums are float32 or wider; the kernels keep q, k, v, the output and log-sum-exps [B,T,N]
+    for the backward pass and never hold T² scores.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
@@ -64,8 +64,9 @@ def cached_attention(
 ) -> Queries:
     """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves.
 
-    Row b has `length[b]` tokens before the new ones; of these the cache holds the last S, token p in slot p mod S, whether
-    it is a ring of a window or has room for all. A query sees the last `window` keys (None: all), its own included.
+    Row b has `length[b]` tokens before the new ones; of these the cache holds the last S, token p in slot p mod S,
+    whether it is a ring of a window or has room for all. A query sees the last `window` keys (None: all), its own
+    included.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
@@ -105,9 +106,7 @@ def _segments(segment_ids: SegmentIds | None, lengths: Int[Array, "B"] | None, s
     return jnp.where(real, ids, -1), jnp.where(real, ids, -2)
 
 
-def _attend(
-    choice: Choice, band: Band, q: Queries, k: Keys, v: Keys, segments: Segments
-) -> tuple[Queries, LogSumExp]:
+def _attend(choice: Choice, band: Band, q: Queries, k: Keys, v: Keys, segments: Segments) -> tuple[Queries, LogSumExp]:
     form = xla.attention if choice.implementation == "xla" else partial(_kernel_attention, choice)
     return form(q, k, v, *segments, band=band)
 
@@ -124,7 +123,7 @@ def _differentiable(choice: Choice, band: Band, *operands: Array) -> tuple[Queri
     return run(choice, kernel, partial(xla.attention, band=band), *operands)
 
 
-def _forward(choice: Choice, band: Band, *operands: Array) -> tuple[tuple[Queries, LogSumExp], Any]:
+def _forward(choice: Choice, band: Band, *operands: Array) -> tuple[Any, Any]:
     made = _differentiable(choice, band, *operands)
     return made, (operands, made)
 

@@ -1,4 +1,4 @@
-"""The band: which keys a query sees by their distance, what stands for "no key at all", and the joint softmax of two."""
+"""The band of distances at which a query sees keys, rows that see none, and the joint softmax of two bands."""
 
 from dataclasses import dataclass
 
@@ -31,9 +31,7 @@ class Band:
         return inside if self.far is None else inside & (behind < self.far)
 
 
-def joined(
-    one: tuple[Queries, LogSumExp], other: tuple[Queries, LogSumExp]
-) -> tuple[Queries, LogSumExp]:
+def joined(one: tuple[Queries, LogSumExp], other: tuple[Queries, LogSumExp]) -> tuple[Queries, LogSumExp]:
     """The attention over two disjoint sets of keys from that over each: (Σ e^lse · out) / Σ e^lse."""
     (out, lse), (out_other, lse_other) = one, other
     share = jax.nn.sigmoid(lse_other - lse)[..., None]

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from elr_jax.typing import Array, Float, Int, Keys, Queries, SegmentIds
+from elr_jax.typing import Array, Float, Keys, Queries, SegmentIds
 from pallas_kernels.contract import narrow
 from pallas_kernels.tpu import LANES, column, dot, parameters, result, round_up
 from pallas_kernels.windowed_attention.band import FLOOR, MASKED, Band, LogSumExp
-
+from pallas_kernels.windowed_attention.pallas_tpu_cached import cached as cached
 
 ROWS = 1024
 """Query heads times queries that a block aims at."""
@@ -105,9 +105,7 @@ def backward(
     band: Band,
 ) -> tuple[Queries, Keys, Keys]:
     """Gradients of q, k and v: a kernel that sums over keys and one that sums over queries, both from fresh scores."""
-    blocks, rows, keys, segments = _prepared(
-        band, q, (q, out_gradient), (k, v), (query_segments, key_segments)
-    )
+    blocks, rows, keys, segments = _prepared(band, q, (q, out_gradient), (k, v), (query_segments, key_segments))
     # the softmax's own correction: a score's gradient is p · (dout·v − Σ dout·out + dlse)
     delta = jnp.sum(out.astype(jnp.float32) * out_gradient.astype(jnp.float32), axis=-1) - lse_gradient
     sums = tuple(_to_sums(x, blocks) for x in (lse, delta))
@@ -234,8 +232,8 @@ def _score_gradient(scores: Float[Array, "keys rows"], do_ref, v_ref, lse_ref, d
 
 
 def _call(kernel, blocks: _Blocks, *, inner: str, rows, keys, segments, sums, results, scratch) -> list[Array]:
-    """Run a kernel over batch, key-value heads, blocks, and the blocks of the other side (`inner`) that each reaches."""
-    batch, groups, share, length, width = rows[0].shape
+    """Run a kernel over batch, key-value heads, blocks, and the `inner` blocks of the other side that each reaches."""
+    batch, groups, share, _, width = rows[0].shape
     over_keys = inner == "keys"
     reach, outer_blocks, inner_blocks = blocks.reach(inner)
 
@@ -327,4 +325,3 @@ def _from_sums(x: Float[Array, "B K G T"], shape: tuple[int, ...]) -> LogSumExp:
 
 def _from_keys(x: Float[Array, "B K S H"], shape: tuple[int, ...]) -> Keys:
     return jnp.swapaxes(x[:, :, : shape[1]], 1, 2)
-

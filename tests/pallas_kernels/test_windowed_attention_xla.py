@@ -1,4 +1,4 @@
-"""Attention in plain JAX against a plain reference: windows, grouped heads, documents, and a cost that grows with T·W."""
+"""Attention in plain JAX against a plain reference: windows, grouped heads, documents, a cost that grows with T·W."""
 
 import math
 from functools import partial
