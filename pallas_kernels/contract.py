@@ -57,7 +57,8 @@ def choose(
 
 def target_platform() -> str:
     """The platform of the mesh in use (`jax.set_mesh`), which may have no devices here, else of the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.read("jax_default_device")
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = jax.sharding.get_abstract_mesh().abstract_device or default
     name = getattr(device, "platform", device) or jax.default_backend()
     return "cuda" if name == "gpu" else name
 
