@@ -46,7 +46,7 @@ def rungs(
     """The hidden states of one call after every sub-layer, named as in `checkpoints_convert.reference`."""
     row, depth, taken = jnp.asarray(tokens, jnp.int32)[None], jnp.array([loops], jnp.int32), {}
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    context = make_context(positions, jnp.zeros_like(row), config, dtype=runtime.dtype)
+    context = make_context(positions, jnp.zeros_like(row), config, runtime=runtime)
 
     def run(x: jax.Array, stack: str, first: int, prefix: str = "") -> jax.Array:
         for at, (letter, weights) in enumerate(zip(getattr(config, stack), getattr(params, stack), strict=True)):
@@ -57,7 +57,7 @@ def rungs(
     x = params.embedding[row].astype(runtime.dtype)
     taken["embedding"] = unit_norm(x, eps=config.norm_eps)
     x = run(taken["embedding"] if config.sphere and config.sphere.embedding_norm else x, "prelude", 0)
-    state, operands = begin(x, depth, params.loop, None, config=config, noise=None)
+    state, operands = begin(x, depth, params.loop, None, config=config, runtime=runtime, noise=None)
     for i in range(loops):
         x = taken[f"loop {i + 1} entry"] = enter_round(state, operands, config)
         x = run(x, "core", len(config.prelude), f"loop {i + 1} ")

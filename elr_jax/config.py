@@ -249,9 +249,16 @@ class Runtime:
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
     remat: Literal["none", "dots", "layer", "round"] = "layer"
     """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
+    kernels: Literal["auto", "xla", "pallas_tpu", "pallas_gpu"] = "auto"
+    """Form of the fused operations: the best one known for the platform, or one that runs or says why it can't."""
 
     def __post_init__(self):
         _known_choices("runtime.", self)
+
+    @property
+    def implementation(self) -> Any:
+        """`kernels` as the operations take it: None leaves the choice to them."""
+        return None if self.kernels == "auto" else self.kernels
 
 
 def _positive(name: str, value: int) -> None:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from elr_jax.config import DeltaProductConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Switch
-from elr_jax.layers.attention import visited_keys
 from elr_jax.layers.delta_rule import rule_flops
 from elr_jax.model import param_specs
 from elr_jax.params import count_params
+from pallas_kernels.windowed_attention import visited_keys
 
 
 class ForwardFlops(NamedTuple):

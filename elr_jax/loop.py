@@ -22,7 +22,9 @@ from elr_jax.layers.linear import product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogonal, truncated_normal, vector
 from elr_jax.rounds import bounded_rounds, scan_rounds
-from elr_jax.typing import Array, Depth, Float, Hidden, Int32, Key, Positions, widen
+from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int32, Key, Positions, widen
+from pallas_kernels.contract import Implementation
+from pallas_kernels.gated_update import gated_update
 
 Core = Callable[[Int32[Array, ""], Hidden, Any], Hidden]
 Made = Any
@@ -58,6 +60,7 @@ class RoundOperands:
     core: Any
     drive: Hidden | None
     depth: Depth
+    kernels: Implementation | None = struct.field(pytree_node=False)
 
 
 def loop_round(
@@ -91,11 +94,15 @@ def leave_round(
     i: Int32[Array, ""], state: Hidden, proposal: Hidden, operands: RoundOperands, config: ModelConfig
 ) -> Hidden:
     """boundary(update(s, r)) where i < depth, s elsewhere."""
-    rule, params = config.loop, operands.params
+    rule, params, active = config.loop, operands.params, i < operands.depth
     with jax.named_scope("update"):
-        new = UPDATE[rule.update].apply(params.update, state, proposal, eps=config.norm_eps)
+        new = UPDATE[rule.update].apply(
+            params.update, state, proposal, active, eps=config.norm_eps, kernels=operands.kernels
+        )
+        if rule.boundary == "none":
+            return new
         new = BOUNDARY[rule.boundary].apply(params.boundary, new, eps=config.norm_eps)
-        return jnp.where((i < operands.depth)[:, None, None], new, state)
+        return jnp.where(active[:, None, None], new, state)
 
 
 def run_loop(
@@ -115,7 +122,7 @@ def run_loop(
     `entry` [B,T,D] is the prelude's output and `noise` the random initial state, if the rule wants one. Gradients flow
     through the last `backprop_loops` rounds of each example (None: all).
     """
-    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+    state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
     body = partial(loop_round, core=core, config=config, backprop_loops=backprop_loops)
     if runtime.remat == "round":
         body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
@@ -136,6 +143,7 @@ def run_cached_loop(
     *,
     core: CachedCore,
     config: ModelConfig,
+    runtime: Runtime = Runtime(),
     noise: Hidden | None = None,
 ) -> tuple[Hidden, Made]:
     """The read-out state, and what a cache keeps of the core's tokens, in as many rounds as the deepest example's.
@@ -144,7 +152,7 @@ def run_cached_loop(
     [L, B, …], zeros, are filled with these. Slot l holds what round l made, or the example's last round where it ran
     fewer, so that tokens of any depth find every slot they read filled; the last slot holds what its last round made.
     """
-    state, operands = begin(entry, depth, params, None, config=config, noise=noise)
+    state, operands = begin(entry, depth, params, None, config=config, runtime=runtime, noise=noise)
 
     def keep(i: Int32[Array, ""], kept: Array, made: Array) -> Array:
         slots = kept.shape[0]
@@ -171,10 +179,11 @@ def trajectory(
     *,
     core: Core,
     config: ModelConfig,
+    runtime: Runtime = Runtime(),
     noise: Hidden | None = None,
 ) -> Float[Array, "R+1 B T D"]:
     """The states s_0 … s_max_loops before the read-out, each example frozen after its own depth."""
-    state, operands = begin(entry, depth, params, core_params, config=config, noise=noise)
+    state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
     rounds = jnp.arange(config.loop.max_loops, dtype=jnp.int32)
 
     def step(state: Hidden, i: Int32[Array, ""]) -> tuple[Hidden, Hidden]:
@@ -185,7 +194,14 @@ def trajectory(
 
 
 def begin(
-    entry: Hidden, depth: Depth, params: LoopParams, core_params: Any, *, config: ModelConfig, noise: Hidden | None
+    entry: Hidden,
+    depth: Depth,
+    params: LoopParams,
+    core_params: Any,
+    *,
+    config: ModelConfig,
+    runtime: Runtime,
+    noise: Hidden | None,
 ) -> tuple[Hidden, RoundOperands]:
     """The initial state and everything about the rounds that no round changes."""
     inject = INJECT[config.loop.inject]
@@ -193,7 +209,8 @@ def begin(
         entry = inject.enter(params.inject, entry, eps=config.norm_eps)
         state = {"copy": entry, "zero": jnp.zeros_like(entry), "random": noise}[config.loop.initial]
         drive = inject.drive(params.inject, entry)
-    return state, RoundOperands(params=params, core=core_params, drive=drive, depth=depth)
+    operands = RoundOperands(params=params, core=core_params, drive=drive, depth=depth, kernels=runtime.implementation)
+    return state, operands
 
 
 def initial_noise(key: Key[Array, "B"], positions: Positions, d_model: int, dtype: Any) -> Hidden:
@@ -277,19 +294,33 @@ def _adaptive_delta_specs(d: int) -> AdaptiveDelta:
     return AdaptiveDelta(weight=_square(d, constant(0.0)), bias=zero, gain=zero)
 
 
-def step_size(params: AdaptiveDelta, state: Hidden, *, eps: float) -> Float[Array, "B T D"]:
-    """β of the adaptive delta, float32; it may exceed 1, since softplus is unbounded."""
-    logits = widen(product(rms_norm(state, eps=eps), params.weight))
-    return jax.nn.sigmoid(logits + params.bias) * jax.nn.softplus(params.gain)
+def _adaptive_delta(
+    params: AdaptiveDelta,
+    state: Hidden,
+    proposal: Hidden,
+    active: Bool[Array, "B"],
+    *,
+    eps: float,
+    kernels: Implementation | None,
+) -> Hidden:
+    weights = params.weight, params.bias, params.gain
+    return gated_update(state, proposal, *weights, active, eps=eps, implementation=kernels)
 
 
-def _toward(state: Hidden, proposal: Hidden, step: Array) -> Hidden:
+def _delta(rate: Float[Array, "D"], state: Hidden, proposal: Hidden) -> Hidden:
     wide = widen(state)
-    return (wide + step * (widen(proposal) - wide)).astype(state.dtype)
+    return (wide + rate * (widen(proposal) - wide)).astype(state.dtype)
+
+
+def _of_active(update: Callable[[Any, Hidden, Hidden], Hidden]) -> Callable[..., Hidden]:
+    """The update with finished examples left as they are."""
+    return lambda params, state, proposal, active, **_: jnp.where(
+        active[:, None, None], update(params, state, proposal), state
+    )
 
 
 class Update(NamedTuple):
-    """A way for the core's proposal to change the state."""
+    """A way for the core's proposal to change the state of the examples that are active."""
 
     specs: Callable[[int], Any]
     apply: Callable[..., Hidden]
@@ -322,10 +353,10 @@ INJECT = {
     ),
 }
 UPDATE = {
-    "replace": Update(_nothing, lambda p, s, r, *, eps: r),
-    "residual": Update(_nothing, lambda p, s, r, *, eps: s + r),
-    "delta": Update(lambda d: vector((d,), ("embed",), 0.05, group="loop"), lambda p, s, r, *, eps: _toward(s, r, p)),
-    "adaptive_delta": Update(_adaptive_delta_specs, lambda p, s, r, *, eps: _toward(s, r, step_size(p, s, eps=eps))),
+    "replace": Update(_nothing, _of_active(lambda p, s, r: r)),
+    "residual": Update(_nothing, _of_active(lambda p, s, r: s + r)),
+    "delta": Update(lambda d: vector((d,), ("embed",), 0.05, group="loop"), _of_active(_delta)),
+    "adaptive_delta": Update(_adaptive_delta_specs, _adaptive_delta),
 }
 BOUNDARY = {
     "none": Step(_nothing, lambda p, x, *, eps: x),

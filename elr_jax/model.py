@@ -227,7 +227,7 @@ def extend(
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length, new=new)
+    context = make_context(positions, jnp.zeros_like(tokens), config, runtime=runtime, length=cache.length, new=new)
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
@@ -253,6 +253,7 @@ def extend(
         caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x)[1]),
         core=round_,
         config=config,
+        runtime=runtime,
         noise=noise,
     )
     state, coda = once(state, "coda")
@@ -288,8 +289,8 @@ def states(
     params = cast(params, config, runtime)
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-    operands = (params.core, context, conditions)
-    return trajectory(entry, depth, params.loop, operands, core=_core(config, runtime), config=config, noise=noise)
+    operands, core = (params.core, context, conditions), _core(config, runtime)
+    return trajectory(entry, depth, params.loop, operands, core=core, config=config, runtime=runtime, noise=noise)
 
 
 def _core(config: ModelConfig, runtime: Runtime):
@@ -324,7 +325,7 @@ def _encode(
         segment_ids = jnp.zeros(tokens.shape, jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    context = make_context(positions, segment_ids, config, dtype=runtime.dtype)
+    context = make_context(positions, segment_ids, config, runtime=runtime)
     with jax.named_scope("prelude"):
         x = _embed(params, tokens, config, runtime)
         x = apply_stack(x, params.prelude, context, letters=config.prelude, config=config, runtime=runtime)

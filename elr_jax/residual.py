@@ -4,15 +4,15 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.layers import LAYERS, Context
-from elr_jax.layers.norms import rms_norm, unit_norm
+from elr_jax.layers.norms import rms_norm
 from elr_jax.params import vector
 from elr_jax.typing import Array, Float, Hidden, widen
+from pallas_kernels.sphere_step import sphere_step
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -57,9 +57,8 @@ def sub_layer(
         out, made = LAYERS[letter].apply(inner, params.mixer, context, config, past=past)
         if params.rate is None or config.sphere is None:
             return x + leave_layer(out, params.condition, context.condition), made
-        start, end = (unit_norm(widen(y), eps=config.norm_eps) for y in (x, out))
-        step = jnp.abs(widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std))
-        return unit_norm(start + step * (end - start), eps=config.norm_eps).astype(x.dtype), made
+        rate = widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std)
+        return sphere_step(x, out, rate, eps=config.norm_eps, implementation=context.kernels), made
 
 
 def apply_stack(

@@ -12,8 +12,9 @@ import pytest
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model
 
 from elr_jax.config import Runtime
-from elr_jax.loop import INJECT, initial_noise, loop_specs, run_loop, step_size, trajectory
+from elr_jax.loop import INJECT, initial_noise, loop_specs, run_loop, trajectory
 from elr_jax.params import count_params, init_params
+from pallas_kernels.gated_update import step_size
 
 WIDTH, LENGTH, MAX_LOOPS = 8, 3, 3
 DEPTHS = [3, 1, 2, 2]
@@ -179,7 +180,8 @@ def test_trajectory_holds_the_state_of_every_round():
 def test_adaptive_delta_starts_at_half_the_logarithm_of_two():
     params = init_params(jax.random.key(0), loop_specs(configure(RULES["elr"])).update)
     for scale in (1e-3, 1.0, 1e3):
-        beta = step_size(params, scale * jax.random.normal(jax.random.key(1), (2, 5, WIDTH)), eps=EPS)
+        state = scale * jax.random.normal(jax.random.key(1), (2, 5, WIDTH))
+        beta = step_size(state, params.weight, params.bias, params.gain, eps=EPS)
         assert (beta == np.float32(math.log(2) / 2)).all()
     assert float(beta[0, 0, 0]) == pytest.approx(0.34657, abs=5e-6)
     assert count_params(loop_specs(configure(RULES["elr"]))) == WIDTH**2 + 2 * WIDTH

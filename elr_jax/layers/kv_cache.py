@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.attention import KV, held_positions
+from elr_jax.layers.attention import KV
 from elr_jax.typing import Array, Int
+from pallas_kernels.windowed_attention import held_positions
 
 
 def kv_entry(config: ModelConfig, *, letter: str, loops: int, batch: int, capacity: int, dtype: str) -> KV:

@@ -1,4 +1,4 @@
-"""Attention against a plain reference: windows, grouped heads, documents, and a cost that grows with T·W."""
+"""Attention in plain JAX against a plain reference: windows, grouped heads, documents, a cost that grows with T·W."""
 
 import math
 from functools import partial
@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from elr_jax.layers import attention
-from elr_jax.layers.attention import visited_keys, windowed_attention
+from pallas_kernels.windowed_attention import visited_keys, windowed_attention, xla
 
 HEADS, GROUPS, WIDTH = 4, 2, 3
 
@@ -66,13 +65,13 @@ def test_grouped_heads_are_repeated_keys(heads, groups):
 def test_blocks_of_any_size_are_the_reference(window, length, block):
     reach = -(-(window - 1) // block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_window_sizes", lambda window: (block, reach))
+        patch.setattr(xla, "_window_sizes", lambda window: (block, reach))
         assert_is_reference(partial(windowed_attention, window=window), length, window)
 
 
 @given(st.integers(1, 100_000))
 def test_a_block_reaches_all_of_its_window_and_not_much_more(window):
-    block, reach = attention._window_sizes(window)
+    block, reach = xla._window_sizes(window)
     assert reach * block >= window - 1, "the first query of a block sees its whole window"
     assert (reach - 1) * block < window - 1 or reach == 0, "no block that nobody sees"
     assert visited_keys(10**9, window) <= max(1.5 * window, window + 2 * 64 - 2)

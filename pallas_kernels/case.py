@@ -1,0 +1,44 @@
+"""An op at one size: what tests compile and benchmarks time, forward and with gradients."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pallas_kernels.contract import Implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call `function(*operands, implementation=…)` and what it must cost at least."""
+
+    name: str
+    function: Callable[..., Any]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: int
+    """The first so many operands have gradients; 0: no backward form."""
+    flops: float
+    """Of the forward pass, products alone."""
+    scores: int = 0
+    """Elements of a T×T array of scores, which no form may hold; 0 where there is none."""
+
+    @property
+    def bytes(self) -> int:
+        """Traffic of the forward pass if every operand and the result, which is like the first, move once."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.operands, self.operands[0]))
+
+    def forward(self, implementation: Implementation | None) -> Callable[..., Any]:
+        """The call as a function of the operands."""
+        return lambda *operands: self.function(*operands, implementation=implementation)
+
+    def gradients(self, implementation: Implementation | None) -> Callable[..., Any]:
+        """The result and the gradients of the inputs, as a function of the operands; the cotangent is the first one."""
+
+        def run(*operands: Any) -> tuple[Any, ...]:
+            inputs, rest = operands[: self.inputs], operands[self.inputs :]
+            out, pull = jax.vjp(lambda *x: self.forward(implementation)(*x, *rest), *inputs)
+            return out, *pull(operands[0])
+
+        return run

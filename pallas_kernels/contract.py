@@ -1,0 +1,101 @@
+"""How an op chooses its form: by the caller's name for it, or by the platform the program is made for.
+
+A named form runs or raises an `ElrError`: at once for shapes and types it has no kernel for, on lowering for a platform
+that is not its own. Without a name an op always runs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from elr_jax.errors import ElrError
+from elr_jax.typing import Array
+from pallas_kernels.interpret import interpreting
+
+Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
+PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The form of an op, static under jit; `named` says that the caller asked for it."""
+
+    op: str
+    implementation: Implementation
+    named: bool
+
+
+def choose(
+    op: str,
+    implementation: Implementation | None,
+    *,
+    best: Mapping[str, Implementation],
+    refusal: Callable[[Implementation], str | None],
+) -> Choice:
+    """The form to run: the named one, or the best one known for the target platform.
+
+    `refusal` gives the reason why a kernel can't run on the operands at hand, or None.
+
+    Raises:
+        ElrError: an unknown name, or a kernel that can't run.
+    """
+    if implementation is None:
+        found = best.get(target_platform(), "xla")
+        return Choice(op=op, implementation="xla" if found == "xla" or refusal(found) else found, named=False)
+    if implementation not in get_args(Implementation):
+        names = ", ".join(get_args(Implementation))
+        raise ElrError(f"{op}(implementation={implementation!r}) is unknown: choose one of {names}, or None")
+    reason = None if implementation == "xla" else refusal(implementation)
+    if reason:
+        raise ElrError(f"{op}(implementation={implementation!r}) can't run: {reason}; None picks a form that can")
+    return Choice(op=op, implementation=implementation, named=True)
+
+
+def target_platform() -> str:
+    """The platform of the mesh in use (`jax.set_mesh`), which may have no devices here, else of the default device."""
+    default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = jax.sharding.get_abstract_mesh().abstract_device or default
+    name = getattr(device, "platform", device) or jax.default_backend()
+    return "cuda" if name == "gpu" else name
+
+
+def run(choice: Choice, kernel: Callable[..., Any], xla: Callable[..., Any], *operands: Any) -> Any:
+    """The kernel's result where its platform is; elsewhere the XLA form's, unless the kernel was asked for by name.
+
+    To be called where no derivative is taken, inside the op's own rules.
+    """
+    if choice.named:
+        first = _only_on.bind(operands[0], op=choice.op, implementation=choice.implementation)
+        return kernel(first, *operands[1:])
+    return jax.lax.platform_dependent(*operands, default=xla, **{PLATFORMS[choice.implementation]: kernel})
+
+
+def _refuse_elsewhere(context: mlir.LoweringRuleContext, x: Any, *, op: str, implementation: str) -> Any:
+    platform = PLATFORMS[implementation]
+    for found in context.module_context.platforms:
+        if found != platform and not interpreting():
+            raise ElrError(
+                f"{op}(implementation={implementation!r}) runs on {platform} and this program is for {found}: "
+                "choose 'xla', or None"
+            )
+    return [x]
+
+
+_only_on = Primitive("only_on")
+"""The identity; lowering it for another platform than the kernel's raises. Interpreted kernels run anywhere."""
+_only_on.def_impl(lambda x, **_: jax.jit(lambda y: _only_on.bind(y, **_))(x))
+_only_on.def_abstract_eval(lambda x, **_: x)
+batching.primitive_batchers[_only_on] = lambda xs, axes, **how: (_only_on.bind(xs[0], **how), axes[0])
+mlir.register_lowering(_only_on, _refuse_elsewhere)
+
+
+def narrow(*arrays: Array) -> str | None:
+    """Why kernels can't take the arrays' types, or None: they are float32 or bfloat16, and all alike."""
+    types = sorted({x.dtype.name for x in arrays})
+    if types in (["float32"], ["bfloat16"]):
+        return None
+    return f"its operands are {' and '.join(types)}, and kernels take float32 or bfloat16"

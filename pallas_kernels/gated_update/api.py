@@ -1,0 +1,92 @@
+"""What the library calls: the adaptive delta of all tokens in one pass over the state."""
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from elr_jax.typing import Array, Bool, Float, Hidden
+from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.gated_update import xla
+
+BEST: Mapping[str, Implementation] = {}
+"""By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+
+
+def gated_update(
+    state: Hidden,
+    proposal: Hidden,
+    weight: Float[Array, "D D"],
+    bias: Float[Array, "D"],
+    gain: Float[Array, "D"],
+    active: Bool[Array, "B"],
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> Hidden:
+    """s + β ⊙ (r − s) for active examples and s for the others, β = σ(RMSNorm(s) W + b) ⊙ softplus(γ). [ELR]
+
+    BYTES
+
+    Raises:
+        ElrError: a named implementation that can't run here, with the reason.
+    """
+    refusal = lambda name: _kernels(name).refusal(state, proposal, weight)
+    choice = choose("gated_update", implementation, best=BEST, refusal=refusal)
+    if choice.implementation == "xla":
+        return xla.gated_update(state, proposal, weight, bias, gain, active, eps=eps)
+    return _differentiable(choice, eps, state, proposal, weight, bias, gain, active)
+
+
+def _kernels(implementation: Implementation) -> Any:
+    return import_module(f"{__package__}.{implementation}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(choice: Choice, eps: float, *operands: Array) -> Hidden:
+    kernel = partial(_kernels(choice.implementation).forward, eps=eps)
+    return run(choice, kernel, partial(xla.gated_update, eps=eps), *operands)
+
+
+def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]:
+    return _differentiable(choice, eps, *operands), operands
+
+
+def _backward(choice: Choice, eps: float, operands: tuple[Array, ...], cotangent: Hidden) -> tuple[Any, ...]:
+    kernel = partial(_from_gate, _kernels(choice.implementation).gate_gradients, eps=eps)
+    return *run(choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent), None
+
+
+def _from_gate(gate_gradients: Any, *operands: Array, eps: float) -> tuple[Array, ...]:
+    """All gradients from those of the gate's logits, dz, and the proposal, dr = β ⊙ ds', and both vectors'.
+
+    With ŝ = RMSNorm(s): dW = ŝᵀ dz, ds = ds' − dr + rstd · (dz Wᵀ − ŝ · mean(dz Wᵀ ⊙ ŝ)).
+    """
+    state, _, weight, bias, gain, _, cotangent = operands
+    dz, proposal_gradient, bias_gradient, gain_gradient = gate_gradients(*operands, eps=eps)
+    wide = state.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    normed = rstd * wide
+    into = jnp.einsum("bte,de->btd", dz, weight, preferred_element_type=jnp.float32)
+    into = rstd * (into - normed * jnp.mean(into * normed, axis=-1, keepdims=True))
+    passed = cotangent.astype(jnp.float32) - proposal_gradient.astype(jnp.float32)
+    by_weight = jnp.einsum("btd,bte->de", normed.astype(dz.dtype), dz, preferred_element_type=jnp.float32)
+    return (
+        (passed + into).astype(state.dtype),
+        proposal_gradient,
+        by_weight.astype(weight.dtype),
+        bias_gradient.astype(bias.dtype),
+        gain_gradient.astype(gain.dtype),
+    )
+
+
+def _xla_backward(*operands: Array, eps: float) -> tuple[Array, ...]:
+    *inputs, active, cotangent = operands
+    plain: Any = partial(xla.gated_update, active=active, eps=eps)
+    return jax.vjp(plain, *inputs)[1](cotangent)
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,64 @@
+"""What the library calls: the step of all tokens in one pass over the state."""
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax
+
+from elr_jax.typing import Array, Float, Hidden
+from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.sphere_step import xla
+
+BEST: Mapping[str, Implementation] = {}
+"""By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+
+
+def sphere_step(
+    state: Hidden,
+    target: Hidden,
+    rate: Float[Array, "D"],
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> Hidden:
+    """unit(ĥ + |α| ⊙ (ô − ĥ)) of h = `state` and o = `target` [B,T,D], with unit(x) = x / √(Σ x² + eps). [nGPT]
+
+    BYTES
+
+    Raises:
+        ElrError: a named implementation that can't run here, with the reason.
+    """
+    refusal = lambda name: _kernels(name).refusal(state, target)
+    choice = choose("sphere_step", implementation, best=BEST, refusal=refusal)
+    if choice.implementation == "xla":
+        return xla.sphere_step(state, target, rate, eps=eps)
+    return _differentiable(choice, eps, state, target, rate)
+
+
+def _kernels(implementation: Implementation) -> Any:
+    return import_module(f"{__package__}.{implementation}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(choice: Choice, eps: float, *operands: Array) -> Hidden:
+    kernel = partial(_kernels(choice.implementation).forward, eps=eps)
+    return run(choice, kernel, partial(xla.sphere_step, eps=eps), *operands)
+
+
+def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]:
+    return _differentiable(choice, eps, *operands), operands
+
+
+def _backward(choice: Choice, eps: float, operands: tuple[Array, ...], cotangent: Hidden) -> tuple[Array, ...]:
+    kernel = partial(_kernels(choice.implementation).backward, eps=eps)
+    return run(choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent)
+
+
+def _xla_backward(*operands: Array, eps: float) -> tuple[Array, ...]:
+    *inputs, cotangent = operands
+    return jax.vjp(partial(xla.sphere_step, eps=eps), *inputs)[1](cotangent)
+
+
+_differentiable.defvjp(_forward, _backward)
