@@ -8,7 +8,7 @@ logits = elr.apply(params, tokens, depth, config=config)  # depth: int32 [B]
 """
 
 from elr_jax import depth, flops, presets
-from elr_jax.cache import Cache, init_cache
+from elr_jax.cache import Cache, cache_bytes, init_cache
 from elr_jax.config import (
     AttentionConfig,
     ConditioningConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "SphereConfig",
     "abstract",
     "apply",
+    "cache_bytes",
     "count_params",
     "cross_entropy",
     "depth",

@@ -63,7 +63,7 @@ BAD = [
         "delta=None leaves the D of '*D--' without sizes: give a DeltaProductConfig",
     ),
     (
-        lambda: model(core="D-", sphere=SphereConfig()),
+        lambda: model(core="D-", delta=DeltaProductConfig(**DELTA), sphere=SphereConfig()),
         "sphere has no form of the D in '*D--': use attention layers, or sphere=None",
     ),
     (lambda: DeltaProductConfig(**DELTA | {"householder": 0}), "delta.householder=0 must be at least 1"),

@@ -21,7 +21,7 @@ KEY = jax.random.key(3)
 LOOPS, WIDTH, TOTAL, VOCAB = 3, 5, 14, 13
 extend = jax.jit(model.extend, static_argnames=("config", "fresh", "last_only"))
 RULE = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=LOOPS)
-HYBRID = small_model(RULE, prelude="D-", core="D*", coda="D")
+HYBRID = small_model(RULE, prelude="", core="D*", coda="")
 PARAMS = perturb(jax.jit(model.init, static_argnums=1)(KEY, HYBRID), scale=0.2)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, TOTAL))
 
