@@ -16,6 +16,8 @@ from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPCon
 from elr_jax.errors import ElrError
 from elr_jax.layers import make_context
 from elr_jax.layers.mlp import mlp
+from elr_jax.layers.norms import rms_norm
+from elr_jax.loop import step_size
 from elr_jax.params import init_params
 from elr_jax.residual import sub_layer
 
@@ -34,7 +36,7 @@ def configure(name="elr", told=TOLD, **changes):
 
 
 def params_of(config):
-    return perturb(model.init(KEY, config), scale=0.1)
+    return perturb(jax.jit(model.init, static_argnums=1)(KEY, config), scale=0.1)
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
@@ -170,7 +172,7 @@ def gradient(params, depth, *, config, runtime, backprop_loops=None):
     ],
 )
 def test_bounded_is_scan_bit_for_bit(name, remat, backprop_loops):
-    _, config = configure(name, prelude="", core="-*")
+    _, config = configure(name, prelude="", core="-", coda="-")
     params = params_of(config)
     run = partial(gradient, params, config=config, backprop_loops=backprop_loops)
     bounded, scan = (Runtime(loop=form, remat=remat) for form in ("bounded", "scan"))
@@ -191,9 +193,27 @@ def test_at_the_start_exactly_the_heads_and_the_corrections_output_have_a_gradie
         assert not told.low_rank.gate.any() and not told.low_rank.down.any()
 
 
+def test_rounds_and_coda_get_the_conditions_in_their_order():
+    """The first two rounds and the coda by hand, each with its own entry of `round_conditions`."""
+    _, config = configure(prelude="", core="-", coda="-")
+    params, depth = params_of(config), jnp.array([2, 2, 3])
+    c = round_conditions(params.conditioning, depth, config, dtype="float32")
+
+    @jax.jit
+    def layer(x, weights, told):
+        return sub_layer("-", x, weights, make_context(TOKENS, TOKENS, config).replace(condition=told), config)[0]
+
+    states = jax.jit(partial(model.states, config=config))(params, TOKENS, depth)
+    for i in (0, 1):
+        step = step_size(params.loop.update, states[i], eps=config.norm_eps)
+        assert_close(states[i + 1], states[i] + step * (layer(states[i], params.core[0], c[i]) - states[i]))
+    last = rms_norm(layer(states[-1], params.coda[0], c[-1]), params.norm, eps=config.norm_eps)
+    assert_close(last @ params.head, forward(params, depth, config=config))
+
+
 def test_a_row_is_told_of_its_own_loops():
     """A row of a mixed batch is the same row alone at its depth, and each depth is another function of the round."""
-    _, config = configure(core="*-")
+    _, config = configure(prelude="", core="-", coda="-")
     params = params_of(config)
     together = forward(params, jnp.array([2, 1, 3]), config=config)
     for row, depth in enumerate((2, 1, 3)):
@@ -202,9 +222,10 @@ def test_a_row_is_told_of_its_own_loops():
     states = jax.jit(partial(model.states, config=config))
     two, three = (states(params, TOKENS, jnp.full(3, k)) for k in (2, 3))
     assert (jnp.abs(two[1] - three[1]) > 1e-3).any(), "round one knows how many are to come"
-    _, blind = configure(core="*-", told=dataclasses.replace(TOLD, progress=False))
+    _, blind = configure(prelude="", core="-", coda="-", told=dataclasses.replace(TOLD, progress=False))
     fixed = params.replace(conditioning=params.conditioning.replace(progress=None))
-    last = [model.states(fixed, TOKENS, jnp.full(3, k), config=blind)[1] for k in (2, 3)]
+    blind_states = jax.jit(partial(model.states, config=blind))
+    last = [blind_states(fixed, TOKENS, jnp.full(3, k))[1] for k in (2, 3)]
     assert (last[0] != last[1]).any(), "so does a budget alone"
 
 
@@ -213,7 +234,6 @@ def test_rows_of_padding_or_of_no_loops_stay_finite():
     cache = init_cache(config, 3, 8)
     run = jax.jit(partial(model.extend, config=config))
     logits, cache = run(params_of(config), TOKENS, jnp.array([2, 0, 3]), cache, new=jnp.array([6, 0, 0]))
-    logits, cache = run(params_of(config), TOKENS[:, :1], jnp.array([0, 1, 0]), cache, new=jnp.array([0, 1, 0]))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((logits, cache)))
 
 

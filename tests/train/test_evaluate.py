@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +68,10 @@ def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
     config = dataclasses.replace(CONFIG, core="-", conditioning=told, loop=LoopRule(max_loops=2))
     params = perturb(model.init(KEY, config))
     results = evaluate(params, [batch(0)], config=config)
+    run = jax.jit(partial(model.states, config=config))
     moved = {}
     for k in (1, 2):
-        states = model.states(params, batch(0).tokens, jnp.full(2, k), config=config)
+        states = run(params, batch(0).tokens, jnp.full(2, k), segment_ids=batch(0).segment_ids)
         moved[k] = np.linalg.norm(states[1:] - states[:-1], axis=-1) / np.linalg.norm(states[1:], axis=-1)
         assert results[k - 1].residual == pytest.approx(moved[k][k - 1].mean(), rel=1e-5)
     assert abs(moved[1][0].mean() - moved[2][0].mean()) > 1e-3
