@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 PARITY := $(VENV)/.parity
+AOT := $(VENV)/.aot
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo setup test test-slow test-all test-newest lint format types clean
+.PHONY: help demo setup test test-slow test-all test-newest aot aot-tests lint format types clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,12 @@ test-slow: $(PARITY) ## Run the tests marked slow or parity, the latter against 
 
 test-all: test test-slow ## Run all tests
 
+aot: ## Compile every kernel and a training step for TPUs and H200 (none is needed), in an environment of its own
+	$(MAKE) aot-tests VENV=.venv-aot
+
+aot-tests: $(AOT)
+	$(PYTEST) -m aot
+
 test-newest: ## Run the default tests in a second environment with the Python NEWEST (python3.12)
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
 
@@ -46,7 +53,7 @@ types: $(DEV) ## Check types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean: ## Remove environments and caches; results of runs stay
-	rm -rf .venv .venv-newest .cache .hypothesis .pytest_cache .ruff_cache dist
+	rm -rf .venv .venv-newest .venv-aot .cache .hypothesis .pytest_cache .ruff_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CORE): pyproject.toml
@@ -58,6 +65,13 @@ $(CORE): pyproject.toml
 
 $(PARITY): $(DEV)
 	$(BIN)/python -m pip install --quiet --editable '.[parity]'
+	touch $@
+
+# The CUDA plugin alone, at jax's own version: its runtime libraries are of no use without a GPU.
+$(AOT): $(DEV)
+	$(BIN)/python -m pip install --quiet --editable '.[aot]'
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	  $(BIN)/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	touch $@
 
 $(DEV): $(CORE)

@@ -24,6 +24,16 @@ def tpu_interpreter(**params: Any) -> Iterator[None]:
 
 
 @contextmanager
+def plain_interpreter() -> Iterator[None]:
+    """Turn kernels called inside into plain JAX: quick, blind to races and to reads of what nobody wrote."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    plain: Any = True
+    with _marked(), pltpu.force_tpu_interpret_mode(plain):
+        yield
+
+
+@contextmanager
 def gpu_interpreter(**params: Any) -> Iterator[None]:
     """Interpret Mosaic GPU kernels called inside; JAX has had this interpreter since 0.12."""
     plgpu: Any = import_module("jax.experimental.pallas.mosaic_gpu")

@@ -141,12 +141,14 @@ def _backward_kernel(
     count,
     eps,
 ):
+    block = pl.program_id(0)
+
     @pl.when(_logits(s_ref, w_ref, acc, squares))
     def _end():
         gate = jax.nn.sigmoid(_scaled(acc, squares, bias_ref, s_ref, count=count, eps=eps))
         s, r, g = (ref[...].astype(jnp.float32) for ref in (own_ref, r_ref, g_ref))
         height = jax.nn.softplus(gain_ref[...])
-        row = pl.program_id(0) * s.shape[0] + jax.lax.broadcasted_iota(jnp.int32, (s.shape[0], 1), 0)
+        row = block * s.shape[0] + jax.lax.broadcasted_iota(jnp.int32, (s.shape[0], 1), 0)
         live = (column(active_ref[...]) > 0) & (row < count)
         # rows beyond the last hold anything, NaN included, and would go into the sums
         step = jnp.where(live, gate * g * (r - s), 0)

@@ -81,7 +81,7 @@ def _occupied(length: Any, size: int, slots: int, window: int | None) -> tuple[A
 def _kernel(
     length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, acc, top, total, *, size: int, share: int, window: int | None
 ):
-    step = pl.program_id(3)
+    block, step = pl.program_id(2), pl.program_id(3)
     slots = k_ref.shape[2]
     length = length_ref[pl.program_id(0)]
     first, used = _occupied(length, size, slots, window)
@@ -96,7 +96,7 @@ def _kernel(
     def _block():
         start = (first + step) * slots
         token, there = _tokens(length, start, slots, size)
-        row = pl.program_id(2) * q_ref.shape[2] + jax.lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0)
+        row = block * q_ref.shape[2] + jax.lax.broadcasted_iota(jnp.int32, (q_ref.shape[2], 1), 0)
         if window is not None:
             there &= token > length + jax.lax.div(row, jnp.int32(share)) - window
         scores = dot(q_ref[0, 0], k_ref[0, 0], (1, 1)) * q_ref.shape[-1] ** -0.5

@@ -11,12 +11,13 @@ from interpreted import check, normal
 from elr_jax.errors import ElrError
 from pallas_kernels import gated_update, sphere_step
 from pallas_kernels.gated_update import reference as gated_reference
+from pallas_kernels.interpret import plain_interpreter
 from pallas_kernels.sphere_step import reference as sphere_reference
 
 EPS = 1e-5
 
 
-def run_gated(batch, length, width, dtype):
+def run_gated(batch, length, width, dtype, **how):
     hidden = [normal(j, batch, length, width, dtype=dtype) for j in (0, 1)]
     weight = (normal(2, width, width) / width**0.5).astype(dtype)
     inputs = (*hidden, weight, normal(3, width), normal(4, width))
@@ -25,20 +26,21 @@ def run_gated(batch, length, width, dtype):
         lambda *x, f=f, **kind: f(*x, active, eps=EPS, **kind)
         for f in (gated_update.gated_update, gated_reference.gated_update)
     )
-    check(op, reference, inputs, dtype)
+    check(op, reference, inputs, dtype, **how)
 
 
-def run_sphere(batch, length, width, dtype):
+def run_sphere(batch, length, width, dtype, **how):
     inputs = (*(normal(j, batch, length, width, dtype=dtype) for j in (0, 1)), normal(2, width))
-    check(partial(sphere_step.sphere_step, eps=EPS), partial(sphere_reference.sphere_step, eps=EPS), inputs, dtype)
+    op, reference = (partial(f.sphere_step, eps=EPS) for f in (sphere_step, sphere_reference))
+    check(op, reference, inputs, dtype, **how)
 
 
 def test_the_adaptive_delta():
-    run_gated(3, 5, 128, "float32")
+    run_gated(3, 5, 128, "float32", interpreter=plain_interpreter)
 
 
 def test_the_sphere_step():
-    run_sphere(3, 5, 48, "float32")
+    run_sphere(3, 5, 48, "float32", interpreter=plain_interpreter)
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from interpreted import assert_near, check, interpreted, normal
 
 from elr_jax.errors import ElrError
+from pallas_kernels.interpret import plain_interpreter
 from pallas_kernels.windowed_attention import cached_attention, held_positions, reference, windowed_attention
 from pallas_kernels.windowed_attention.pallas_tpu_cached import _tokens
 
 
-def run_sequence(length, heads, share, width, window, dtype, *, lengths, joint, documents, batch=2):
+def run_sequence(length, heads, share, width, window, dtype, *, lengths, joint, documents, **how):
     """One op on random rows, with documents, rows of their own length and global keys where asked."""
-    groups = heads // share
+    groups, batch = heads // share, 2
     q = normal(0, batch, length, heads, width, dtype=dtype)
     keys = [normal(j, batch, length, groups, width, dtype=dtype) for j in range(1, 5 if joint else 3)]
     ids = jnp.where(jnp.arange(length) < length // 3, 4, -2)[None].repeat(batch, 0) if documents else None
@@ -27,13 +28,14 @@ def run_sequence(length, heads, share, width, window, dtype, *, lengths, joint, 
 
         return call
 
-    return check(bound(windowed_attention), bound(reference.windowed_attention), (q, *keys), dtype)
+    return check(bound(windowed_attention), bound(reference.windowed_attention), (q, *keys), dtype, **how)
 
 
 def test_a_window_with_documents_short_rows_and_global_keys():
     """Rows that see no key too: all of the first, and those of the second beyond its length."""
     lengths = jnp.array([0, 41])
-    out, *_ = run_sequence(50, 2, 2, 8, 20, "float32", lengths=lengths, joint=True, documents=True)
+    how = {"lengths": lengths, "joint": True, "documents": True, "interpreter": plain_interpreter}
+    out, *_ = run_sequence(50, 2, 2, 8, 20, "float32", **how)
     assert not np.asarray(out[0]).any() and not np.asarray(out[1, 41:]).any() and np.asarray(out[1, :41]).all()
 
 
@@ -74,16 +76,25 @@ def test_any_shape(data):
 
 CACHES = [
     # batch · new · heads · share · width · slots · window · tokens before
-    pytest.param((3, 1, 4, 2, 8, 40, None, [0, 7, 40]), "float32", id="linear", marks=pytest.mark.slow),
+    pytest.param((3, 1, 4, 2, 8, 40, None, [0, 7, 40]), "float32", id="linear"),
     pytest.param((3, 3, 2, 1, 8, 5, 5, [0, 4, 23]), "float32", id="ring"),
-    pytest.param((2, 1, 2, 2, 64, 1100, 100, [900, 1100]), "bfloat16", id="window on linear", marks=pytest.mark.slow),
-    pytest.param((2, 2, 8, 8, 8, 600, 600, [1305, 300]), "float32", id="turned ring", marks=pytest.mark.slow),
-    pytest.param((1, 130, 8, 8, 8, 70, 70, [33]), "float32", id="chunk", marks=pytest.mark.slow),
+    pytest.param((2, 1, 2, 2, 64, 1100, 100, [900, 1100]), "bfloat16", id="window on linear"),
+    pytest.param((2, 2, 8, 8, 8, 600, 600, [1305, 300]), "float32", id="turned ring"),
+    pytest.param((1, 130, 8, 8, 8, 70, 70, [33]), "float32", id="chunk"),
 ]
 
 
+def test_a_turned_ring_and_two_new_tokens():
+    run_cached((2, 2, 2, 2, 8, 5, 5, [3, 23]), "float32", plain_interpreter)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, dtype", CACHES)
 def test_a_cache_is_slots_and_new_tokens_spelled_out(sizes, dtype):
+    run_cached(sizes, dtype, interpreted)
+
+
+def run_cached(sizes, dtype, interpreter):
     batch, new, heads, share, width, slots, window, before = sizes
     groups = heads // share
     q = normal(0, batch, new, heads, width, dtype=dtype)
@@ -92,7 +103,7 @@ def test_a_cache_is_slots_and_new_tokens_spelled_out(sizes, dtype):
     operands = (q, k, v, *past, jnp.array(before))
     expected = [reference.cached_attention(*operands, window=window)]
     assert_near([cached_attention(*operands, window=window)], expected, dtype)
-    with interpreted():
+    with interpreter():
         run = jax.jit(lambda *x: cached_attention(*x, window=window, implementation="pallas_tpu"))
         assert_near([run(*operands)], expected, dtype)
 

@@ -1,0 +1,79 @@
+"""Every op and a whole training step, compiled for chips that are not here: the kernels are in, no T×T array is."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from elr_jax import presets
+from elr_jax.config import LoopRule, Runtime, SphereConfig
+from elr_jax.depth import PerExample
+from elr_jax.model import param_specs
+from elr_jax.train.data import Batch
+from elr_jax.train.optim import make_optimizer
+from elr_jax.train.settings import Recipe
+from elr_jax.train.step import init_state, train_step
+from pallas_kernels.chips import CHIPS, compiler
+from pallas_kernels.gated_update.shapes import CASES as GATED
+from pallas_kernels.sphere_step.shapes import CASES as SPHERE
+from pallas_kernels.windowed_attention.shapes import CASES as ATTENTION
+
+NEEDED = {"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}
+CALLS = {"pallas_tpu": ("tpu_custom_call",), "pallas_gpu": ("mosaic_gpu", "xla.gpu.triton")}
+OPS = {"windowed_attention": ATTENTION, "gated_update": GATED, "sphere_step": SPHERE}
+CASES = [pytest.param(case, id=f"{op}-{case.name}") for op, cases in OPS.items() for case in cases]
+
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module", params=CHIPS)
+def chip(request):
+    found = CHIPS[request.param]
+    pytest.importorskip(NEEDED[found.topology["platform"]], reason="the aot extra brings the compilers")
+    return found
+
+
+def kernels_in(chip, compiled):
+    lines = [line for line in compiled.as_text().splitlines() if "custom-call(" in line]
+    return sum(any(name in line for name in CALLS[chip.kernels]) for line in lines)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", ["forward", "gradients"])
+def test_an_op_compiles_to_its_kernels(chip, case, form):
+    if form == "gradients" and not case.inputs:
+        pytest.skip("has no gradients")
+    with compiler(chip) as compile:
+        compiled = compile(getattr(case, form)(chip.kernels), *case.operands)
+    found, least = kernels_in(chip, compiled), {"forward": 1, "gradients": 2}[form]
+    assert found >= least, f"{case.name} {form} on {chip.name}: {found} kernels, {least} or more expected"
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    if case.scores:
+        assert temporary < case.scores, f"{case.name} {form} on {chip.name}: {temporary} bytes of temporaries"
+
+
+@pytest.mark.parametrize("name", ["elr", "dory"])
+def test_a_training_step_compiles_with_every_kernel(chip, name):
+    """The tiny model with windows, of both residuals; a bfloat16 step of four rows of 256 tokens."""
+    recipe = Recipe(model=tiny(name), depth=PerExample(max_loops=2), batch_size=4, microbatches=2)
+    optimizer = make_optimizer(recipe.optim, param_specs(recipe.model), recipe.steps)
+    runtime = Runtime(dtype="bfloat16", kernels=chip.kernels)
+    rows = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    batch = Batch(tokens=rows, targets=rows, weights=jax.ShapeDtypeStruct((4, 256), jnp.float32), segment_ids=rows)
+    state = jax.eval_shape(partial(init_state, recipe, optimizer))
+    with compiler(chip) as compile:
+        compiled = compile(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=runtime), state, batch)
+    # each attention layer has three kernels, an update or a step two
+    least = {"elr": 3 * 3 + 2, "dory": 3 * 3 + 6 * 2}[name]
+    found = kernels_in(chip, compiled)
+    assert found >= least, f"a step of {name} on {chip.name}: {found} kernels, {least} or more expected"
+
+
+def tiny(name):
+    """`presets.tiny_text` with windows of 64 keys, as it is or on the unit sphere."""
+    base = presets.tiny_text(LoopRule(max_loops=2) if name == "elr" else dataclasses.replace(presets.DORY, max_loops=2))
+    attention = dataclasses.replace(base.attention, num_kv_heads=2, window=64)
+    sphere = SphereConfig() if name == "dory" else None
+    return dataclasses.replace(base, prelude="S-", core="S-", coda="*-", attention=attention, sphere=sphere)
