@@ -102,7 +102,7 @@ def reference(params, weights, entry, noise, cotangent, *, rule, backprop_loops)
 
     def one_round(p, w, s, e):
         u = boundary(rule, inject(rule, p.inject, s, e))
-        return boundary(rule, update(rule, p.update, s, core(u, w)), p.boundary)
+        return boundary(rule, update(rule, p.update, s, core(0, u, w)), p.boundary)
 
     def row(p, w, e, noise, depth):
         e = rms(e, p.inject.norm) if rule.inject == "gated" else e
