@@ -14,6 +14,7 @@ join in the middle of a run, follows the run's schedule times a warm-up that cou
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -167,7 +168,7 @@ def make_optimizer(
         return adamw_at(lambda count: rate(grafted_at + count) * jnp.minimum((count + 1) / steps, 1.0), 0.0)
 
     groups = map_specs(lambda spec: spec.group, specs)
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrices(),
         "embedding": adamw(1.0, config.weight_decay),
         "vector": adamw(1.0, 0.0),
