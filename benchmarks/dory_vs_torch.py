@@ -32,14 +32,12 @@ from rich.table import Table
 from benchmarks.timing import Timing, machine, race
 from checkpoints_convert import load_dory
 from checkpoints_convert.random_dory import write_random_dory
-from elr_jax import flops, model
+from elr_jax import decode, flops, model
 from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, Runtime, SphereConfig
-from elr_jax.decode import state as decode
 from elr_jax.decode.prompts import pack_requests
 from elr_jax.decode.sampling import GREEDY
 from elr_jax.errors import ElrError, one_line_errors
-from elr_jax.losses import cross_entropy
 from elr_jax.presets import DORY
 from elr_jax.typing import Array
 
@@ -64,7 +62,7 @@ class Versus:
     """Tokens of one decoding turn."""
     compile: bool = True
     """Race torch.compile too; it takes minutes to compile."""
-    remat: Literal["none", "dots", "layer", "round"] = "layer"
+    remat: Literal["none", "dots", "layer", "round"] = Runtime().remat
     """What the backward pass of the training step keeps."""
     json: str | None = None
     """File to write the rows to."""
@@ -276,8 +274,10 @@ def prefill(settings: Versus, sizes: Sizes, params: Any, peer: Peer) -> Iterator
 
 
 def decoding(settings: Versus, sizes: Sizes, params: Any, peer: Peer) -> Iterator[tuple[str, float, str, Contestants]]:
-    """Greedy tokens from a cache."""
+    """Greedy tokens from a cache; on a CPU by the packed copies that `python -m elr_jax.decode` takes there."""
     runtime, config, count = Runtime(dtype=sizes.dtype), sizes.model, settings.decode_tokens
+    if jax.default_backend() == "cpu":
+        params = decode.working_copy(params, config=config, runtime=runtime)
     capacity = sizes.prompt + count * (settings.repeats + 2)
     step = jax.jit(partial(decode.decode_step, config=config, runtime=runtime, greedy=True), donate_argnums=1)
     for batch in settings.batches:
@@ -332,8 +332,8 @@ def training(settings: Versus, sizes: Sizes, params: Any, peer: Peer) -> Iterato
     optimizer = optax.adamw(1e-6)
 
     def loss(params: Any, tokens: Array) -> Array:
-        logits = model.apply(params, tokens[:, :-1], depth, config=config, runtime=runtime)
-        return jnp.mean(cross_entropy(logits, tokens[:, 1:]))
+        weights = jnp.full((rows, length), 1 / (rows * length))
+        return model.loss(params, tokens[:, :-1], tokens[:, 1:], weights, depth, config=config, runtime=runtime)[0]
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: Array):

@@ -12,6 +12,7 @@ from elr_jax.cache import Cache, init_cache
 from elr_jax.config import (
     AttentionConfig,
     ConditioningConfig,
+    DeltaProductConfig,
     LoopRule,
     MLPConfig,
     ModelConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionConfig",
     "Cache",
     "ConditioningConfig",
+    "DeltaProductConfig",
     "DepthSums",
     "ElrError",
     "LoopRule",

@@ -16,7 +16,7 @@ from cattrs.strategies import configure_tagged_union
 
 from elr_jax.errors import ElrError
 
-LETTERS = {"*": "full attention", "S": "sliding-window attention", "-": "MLP"}
+LETTERS = {"*": "full attention", "S": "sliding-window attention", "D": "gated delta product", "-": "MLP"}
 
 T = TypeVar("T")
 
@@ -57,6 +57,38 @@ class AttentionConfig:
     def base(self, letter: str) -> float | None:
         """Rotary base of a layer letter."""
         return self.window_rope_base if letter == "S" and self.window_rope_base is not None else self.rope_base
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaProductConfig:
+    """Gated DeltaProduct: N value heads of width V, whose states K key heads of width H write and read.
+
+    Two public layers differ: Megatron-LM's has the defaults here, flash-linear-attention's has
+    `negative_eigenvalues=True` and `norm="head"`. One Householder step is Gated DeltaNet.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    householder: int = 3
+    """Householder steps P of each token."""
+    conv_size: int = 4
+    """Tokens the causal convolution of queries, keys and values sees, the token's own included."""
+    negative_eigenvalues: bool = False
+    """Step sizes β up to 2 instead of 1, so that a step may mirror a direction."""
+    norm: Literal["group", "head"] = "group"
+    """RMSNorm after the output gate, over the heads that share a key head; or before it, over each head alone."""
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_key_heads", "key_dim", "value_dim", "householder", "conv_size"):
+            _positive(f"delta.{name}", getattr(self, name))
+        _known_choices("delta.", self)
+        if self.num_heads % self.num_key_heads:
+            raise ElrError(
+                f"delta.num_heads={self.num_heads} is not a multiple of num_key_heads={self.num_key_heads}: "
+                "every key head serves the same number of heads"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +196,8 @@ class ModelConfig:
     coda: str
     attention: AttentionConfig
     mlp: MLPConfig
+    delta: DeltaProductConfig | None = None
+    """Sizes of the `D` layers; None where there are none."""
     loop: LoopRule = field(default_factory=LoopRule)
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
@@ -192,6 +226,10 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
+        if "D" in self.layers and self.sphere is not None:
+            raise ElrError(f"sphere has no form of the D in {self.layers!r}: use attention layers, or sphere=None")
+        if "D" in self.layers and self.delta is None:
+            raise ElrError(f"delta=None leaves the D of {self.layers!r} without sizes: give a DeltaProductConfig")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 
@@ -209,7 +247,7 @@ class Runtime:
     """Type of activations and of the weights' working copy; sums are float32 or wider. float64 needs jax_enable_x64."""
     loop: Literal["bounded", "scan"] = "bounded"
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
-    remat: Literal["none", "dots", "layer", "round"] = "none"
+    remat: Literal["none", "dots", "layer", "round"] = "layer"
     """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
 
     def __post_init__(self):

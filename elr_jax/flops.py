@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from elr_jax.config import ModelConfig
+from elr_jax.config import DeltaProductConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Switch
 from elr_jax.layers.attention import visited_keys
+from elr_jax.layers.delta_rule import rule_flops
 from elr_jax.model import param_specs
 from elr_jax.params import count_params
 
@@ -101,7 +102,16 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     d, attention = config.d_model, config.attention
     if letter == "-":
         return 2 * d * config.mlp.d_ff * (3 if config.mlp.kind == "swiglu" else 2)
+    if letter == "D":
+        assert config.delta is not None, "ModelConfig refuses a D without it"
+        return _delta_product(d, config.delta, seq_len)
     window = attention.window if letter == "S" else None
     n, k, h = attention.num_heads, attention.num_kv_heads, attention.head_dim
     gate = 2 * d * n * h if config.sphere else 0
     return gate + 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)
+
+
+def _delta_product(d: int, delta: DeltaProductConfig, seq_len: int) -> float:
+    n, p, keys, values = delta.num_heads, delta.householder, delta.num_key_heads * delta.key_dim, delta.value_dim
+    projected = (p + 1) * keys + (p + 2) * n * values + (p + 1) * n  # k q · v gate output · β g
+    return 2 * d * projected + n * rule_flops(seq_len, steps=p, key_dim=delta.key_dim, value_dim=values)

@@ -1,10 +1,17 @@
-"""Cross entropy, and its sums kept apart by loop count so that parts of a batch add up exactly."""
+"""Cross entropy, also straight from hidden states, and its sums by loop count, so that parts of a batch add up."""
+
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from elr_jax.typing import Array, Depth, Float, Logits, Tokens, widen
+from elr_jax.layers.linear import wide_product
+from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int, Logits, Tokens, widen
+
+CHUNK_BYTES = 1 << 27
+"""Logits that are in memory at a time: large enough for the products' full speed."""
 
 
 @struct.dataclass
@@ -14,6 +21,16 @@ class DepthSums:
     loss: Float[Array, "R"]
     """Nats."""
     weight: Float[Array, "R"]
+
+
+@struct.dataclass
+class TokenScores:
+    """What became of every token's prediction; without gradient."""
+
+    loss: Float[Array, "B T"]
+    """Nats."""
+    right: Bool[Array, "B T"]
+    """Whether no token had a higher logit than the target."""
 
 
 def cross_entropy(logits: Logits, targets: Tokens) -> Float[Array, "B T"]:
@@ -31,3 +48,88 @@ def sum_by_depth(
     loss, weight = jnp.sum(losses * weights, axis=1), jnp.sum(weights, axis=1)
     by_depth = jax.nn.one_hot(depth - 1, max_loops, dtype=jnp.float32)
     return DepthSums(loss=loss @ by_depth, weight=weight @ by_depth)
+
+
+def linear_cross_entropy(
+    x: Hidden, head: Float[Array, "D V"], targets: Tokens, weights: Float[Array, "B T"], *, chunk: int | None = None
+) -> tuple[Float[Array, ""], TokenScores]:
+    """Σ weights ⊙ cross_entropy(x head, targets) and each token's score, with the logits of `chunk` tokens at a time.
+
+    Where gradients are wanted, they are made while a chunk's logits are there, so the forward pass costs three products
+    and the backward pass none: memory is the head's gradient and one chunk (None: as many tokens as CHUNK_BYTES of
+    float32 logits hold) instead of all logits and their gradients. Products are in the type of `x`, sums in float32 or
+    wider; targets and weights get no gradient.
+    """
+    tokens = math.prod(targets.shape)
+    most = chunk or max(1, CHUNK_BYTES // (4 * head.shape[1]))
+    count = -(-tokens // most)
+    cut = partial(_cut, count=count, size=-(-tokens // count))
+    total, loss, right = _chunked(cut(x.reshape(tokens, -1)), head, cut(targets.ravel()), cut(weights.ravel()))
+    whole = lambda y: y.ravel()[:tokens].reshape(targets.shape)
+    return total, TokenScores(loss=jax.lax.stop_gradient(whole(loss)), right=whole(right))
+
+
+Chunks = Float[Array, "chunks N D"]
+Scores = tuple[Float[Array, ""], Float[Array, "chunks N"], Bool[Array, "chunks N"]]
+
+
+def _cut(x: Array, *, count: int, size: int) -> Array:
+    """The first axis in `count` equal pieces, filled up with zeros: tokens of weight 0."""
+    sides = [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, sides).reshape(count, size, *x.shape[1:])
+
+
+@jax.custom_vjp
+def _chunked(
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks N"], weights: Float[Array, "chunks N"]
+) -> Scores:
+    head = head.astype(x.dtype)
+
+    def one(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        x, targets, weights = part
+        loss, right, _ = _scores(wide_product(x, head), targets)
+        return total + jnp.sum(weights * loss), (loss, right)
+
+    total, (loss, right) = jax.lax.scan(one, _zero(x), (x, targets, weights))
+    return total, loss, right
+
+
+def _forward(
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks N"], weights: Float[Array, "chunks N"]
+) -> tuple[Scores, tuple[Chunks, Array]]:
+    working = head.astype(x.dtype)
+
+    def one(carry: tuple[Array, Array], part: tuple[Array, Array, Array]):
+        total, slope = carry
+        x, targets, weights = part
+        loss, right, share = _scores(wide_product(x, working), targets)
+        here = jnp.arange(head.shape[1]) == targets[:, None]
+        error = (weights[:, None] * (share - here)).astype(x.dtype)
+        slope += jax.lax.dot_general(x, error, (((0,), (0,)), ((), ())), preferred_element_type=slope.dtype)
+        back = jax.lax.dot_general(error, working, (((1,), (1,)), ((), ())), preferred_element_type=slope.dtype)
+        return (total + jnp.sum(weights * loss), slope), (loss, right, back.astype(x.dtype))
+
+    start = _zero(x), jnp.zeros(head.shape, _zero(x).dtype)
+    (total, slope), (loss, right, back) = jax.lax.scan(one, start, (x, targets, weights))
+    return (total, loss, right), (back, slope.astype(head.dtype))
+
+
+def _backward(made: tuple[Chunks, Array], cotangent: Scores):
+    back, slope = made
+    return (cotangent[0] * back).astype(back.dtype), (cotangent[0] * slope).astype(slope.dtype), None, None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _scores(logits: Float[Array, "N V"], targets: Int[Array, "N"]):
+    """Loss, whether the target is the maximum, and the softmax."""
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    powers = jnp.exp(logits - highest)
+    total = jnp.sum(powers, axis=-1, keepdims=True)
+    target = jnp.take_along_axis(logits, targets[:, None], axis=-1)
+    return (highest + jnp.log(total) - target)[:, 0], (target == highest)[:, 0], powers / total
+
+
+def _zero(x: Array) -> Float[Array, ""]:
+    return jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))

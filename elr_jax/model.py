@@ -15,10 +15,12 @@ from elr_jax.cache import Cache
 from elr_jax.conditioning import Conditioning, conditioning_specs, layer_specs, round_conditions
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
-from elr_jax.layers import Context, make_context
+from elr_jax.layers import LAYERS, Context, make_context
+from elr_jax.layers.linear import pack as pack_weights
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
+from elr_jax.losses import TokenScores, linear_cross_entropy
 from elr_jax.params import abstract_params, init_params, leaves_by_path, map_specs, matrix, overlay, table, vector
 from elr_jax.residual import SubLayer, apply_stack, extend_stack, stack_specs
 from elr_jax.typing import (
@@ -54,6 +56,13 @@ class Params:
     head: Float[Array, "D V"] | None
     logit_scale: Float[Array, "V"] | None
     conditioning: Conditioning | None = None
+
+
+@struct.dataclass
+class WorkingCopy:
+    """Parameters that `pack` made ready for inputs of few rows, in the type they are used in."""
+
+    params: Params
 
 
 def param_specs(config: ModelConfig) -> Params:
@@ -107,7 +116,7 @@ def graft(params: Params, config: ModelConfig, *, key: PRNGKeyArray) -> Params:
 
 
 def apply(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     *,
@@ -127,6 +136,51 @@ def apply(
     """
     _check_depth(depth, config)
     params = cast(params, config, runtime)
+    x = _outcome(params, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    return _logits(params, x, config)
+
+
+def loss(
+    params: Params,
+    tokens: Tokens,
+    targets: Tokens,
+    weights: Float[Array, "B T"],
+    depth: Depth,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
+    key: PRNGKeyArray | None = None,
+    backprop_loops: int | None = None,
+) -> tuple[Float[Array, ""], TokenScores]:
+    """Σ weights ⊙ cross_entropy(apply(…), targets) in nats, and each token's score, without all logits in memory.
+
+    Other arguments as for `apply`.
+    """
+    _check_depth(depth, config)
+    working = cast(params, config, runtime)
+    x = _outcome(working, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    with jax.named_scope("head"):
+        x = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
+        head = params.embedding.T if params.head is None else params.head
+        if params.logit_scale is not None and config.sphere is not None:
+            head = head * (params.logit_scale / config.sphere.init_std)  # its gradient then needs no logits
+        return linear_cross_entropy(x, head, targets, weights)
+
+
+def _outcome(
+    params: Params,
+    tokens: Tokens,
+    depth: Depth,
+    config: ModelConfig,
+    runtime: Runtime,
+    segment_ids: SegmentIds | None,
+    positions: Positions | None,
+    key: PRNGKeyArray | None,
+    backprop_loops: int | None,
+) -> Hidden:
+    """The coda's output."""
     entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
     state = run_loop(
@@ -142,12 +196,11 @@ def apply(
     )
     with jax.named_scope("coda"):
         context = _told(context, conditions, -1)
-        state = apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
-    return _logits(params, state, config)
+        return apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
 
 
 def extend(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     cache: Cache,
@@ -174,7 +227,7 @@ def extend(
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length)
+    context = make_context(positions, jnp.zeros_like(tokens), config, dtype=runtime.dtype, length=cache.length, new=new)
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
@@ -189,13 +242,16 @@ def extend(
             x, made = stack(x, name, caches.read(getattr(cache, name), 0), -1)
             return x, jax.tree.map(lambda leaf: leaf[None], made)
 
+    def round_(i: Int[Array, ""], u: Hidden) -> tuple[Hidden, Any]:
+        return stack(u, "core", caches.read(cache.core, i), i)
+
     x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
     state, core = run_cached_loop(
         x,
         depth,
         params.loop,
-        caches.blank(cache.core, count),
-        core=lambda i, u: stack(u, "core", caches.read(cache.core, i), i),
+        caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x)[1]),
+        core=round_,
         config=config,
         noise=noise,
     )
@@ -209,15 +265,15 @@ def extend(
         written = jnp.minimum(new, count + (logits[:, 0, 0] > 0))
         add = partial(caches.commit, length=cache.length, new=written)
         return logits, Cache(
-            prelude=add(cache.prelude, prelude),
-            core=add(cache.core, core),
-            coda=add(cache.coda, coda),
+            prelude=add(config.prelude, cache.prelude, prelude),
+            core=add(config.core, cache.core, core),
+            coda=add(config.coda, cache.coda, coda),
             length=cache.length + new,
         )
 
 
 def states(
-    params: Params,
+    params: Params | WorkingCopy,
     tokens: Tokens,
     depth: Depth,
     *,
@@ -301,11 +357,31 @@ def _logits(params: Params, state: Hidden, config: ModelConfig) -> Logits:
         return logits * (widen(params.logit_scale) / config.sphere.init_std)
 
 
-def cast(params: Params, config: ModelConfig, runtime: Runtime) -> Params:
-    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them.
+def pack(params: Params, *, config: ModelConfig, runtime: Runtime = Runtime()) -> WorkingCopy:
+    """Working copies for inputs of few rows, as in decoding: weights that read the same input become one matrix.
 
-    A pass given copies takes them as they are, which spares a decode step the conversion.
+    Its rows are the outputs. `apply`, `extend` and `states` take them in the parameters' place and compute the same but
+    for rounding. They need as much memory again as the parameters in `runtime.dtype`.
     """
+    working = cast(params, config, runtime)
+
+    def stack(name: str) -> tuple[SubLayer, ...]:
+        layers = zip(getattr(config, name), getattr(working, name), strict=True)
+        return tuple(dataclasses.replace(layer, mixer=mixer(letter, layer.mixer)) for letter, layer in layers)
+
+    def mixer(letter: str, params: Any) -> Any:
+        make = LAYERS[letter].pack
+        return params if make is None else make(params, runtime.dtype)
+
+    stacks = {name: stack(name) for name in ("prelude", "core", "coda")}
+    head = None if params.head is None else pack_weights(params.head, dtype=runtime.dtype)
+    return WorkingCopy(params=dataclasses.replace(working, head=head, **stacks))
+
+
+def cast(params: Params | WorkingCopy, config: ModelConfig, runtime: Runtime) -> Params:
+    """Working copies of the matrices, made once a pass; vectors stay as they are: norms and gates widen them."""
+    if isinstance(params, WorkingCopy):
+        return params.params
     return map_specs(
         lambda spec, leaf: leaf.astype(runtime.dtype) if spec.inputs and not spec.wide else leaf,
         param_specs(config),

@@ -9,7 +9,7 @@ from flax import struct
 
 from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.layers import KV, LAYERS, Context
+from elr_jax.layers import LAYERS, Context
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import vector
 from elr_jax.typing import Array, Float, Hidden, widen
@@ -44,12 +44,12 @@ def stack_specs(letters: str, config: ModelConfig, condition: LayerCondition | N
 
 
 def sub_layer(
-    letter: str, x: Hidden, params: SubLayer, context: Context, config: ModelConfig, past: KV | None = None
-) -> tuple[Hidden, KV | None]:
+    letter: str, x: Hidden, params: SubLayer, context: Context, config: ModelConfig, past: Any = None
+) -> tuple[Hidden, Any]:
     """x + f(RMSNorm(x)), as its conditioning changes it.
 
-    On the unit sphere unit(x̂ + |rate·rate_init/std| ⊙ (unit(f(x)) − x̂)) with x̂ = unit(x). With it comes what a
-    cache keeps of the layer's tokens.
+    On the unit sphere unit(x̂ + |rate·rate_init/std| ⊙ (unit(f(x)) − x̂)) with x̂ = unit(x). With it comes what the
+    layer's tokens make for a cache.
     """
     with jax.named_scope(f"layer_{letter}"):
         inner = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
@@ -83,12 +83,12 @@ def extend_stack(
     x: Hidden,
     stack: tuple[SubLayer, ...],
     context: Context,
-    past: tuple[KV | None, ...],
+    past: tuple[Any, ...],
     *,
     letters: str,
     config: ModelConfig,
-) -> tuple[Hidden, tuple[KV | None, ...]]:
-    """Run a string of layers over new tokens, each after its own past, and collect what the cache keeps of them."""
+) -> tuple[Hidden, tuple[Any, ...]]:
+    """Run a string of layers over new tokens, each after its own past, and collect what they make for the cache."""
     made = []
     for letter, params, before in zip(letters, stack, past, strict=True):
         x, kept = sub_layer(letter, x, params, context, config, before)

@@ -70,6 +70,30 @@ def cost_columns(results: Results, cell: str) -> list[str]:
     ]
 
 
+def loops_table(results: Results, names: Sequence[str], metric: str, *, costs: bool = True) -> Table:
+    """A metric at each loop count, and what it cost, a row for each cell."""
+    scores = {name: results.values(name, metric) for name in names}
+    loops = max((values.shape[1] for values in scores.values()), default=0)
+    rows = []
+    for name, values in scores.items():
+        shown = [mean_and_spread(column) for column in values.T]
+        rows.append([name, *shown, *[NO_VALUE] * (loops - len(shown)), *(cost_columns(results, name) if costs else ())])
+    counts = [f"{k} loop{'s' * (k > 1)}" for k in range(1, loops + 1)]
+    return Table([metric.replace("_", " "), *counts, *(COST_HEADER if costs else ())], rows)
+
+
+def curve(results: Results, cell: str, *, metric: str = "bits_per_byte") -> str:
+    """The mean over seeds at each loop count."""
+    return " / ".join(f"{value:.3f}" for value in results.mean(cell, metric))
+
+
+def above(results: Results, cell: str, other: str = "plain", *, loops: int = 1, metric: str = "bits_per_byte") -> str:
+    """How much a cell reads above another at a loop count, over the seeds both have."""
+    difference = results.paired(cell, other, metric, loops=loops)
+    spread = f" ±{difference.std(ddof=1):.3f}" if len(difference) > 1 else ""
+    return f"{difference.mean():+.3f}{spread}"
+
+
 COST_HEADER = ["seeds", "parameters", "steps", "rounds run / needed", "training TFLOP", "minutes"]
 
 

@@ -72,6 +72,19 @@ class Results:
         """The mean of `values` over seeds."""
         return self.values(cell, metric).mean(axis=0)
 
+    def paired(self, cell: str, other: str, metric: str, *, loops: int) -> np.ndarray:
+        """Differences of two cells at a loop count, seed by seed; a plain model has the same value at all of them."""
+
+        def at(name: str) -> dict[int, float]:
+            values = {line["seed"]: line["metrics"][metric] for line in self.of(name)}
+            return {seed: row[min(loops, len(row)) - 1] for seed, row in values.items()}
+
+        first, second = at(cell), at(other)
+        seeds = sorted(first.keys() & second.keys())
+        if not seeds:
+            raise KeyError(f"{cell} and {other} share no seed")
+        return np.array([first[seed] - second[seed] for seed in seeds])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:

@@ -40,6 +40,8 @@ class Cell:
     recipe: Recipe
     task: Task
     eval_batches: int = 20
+    headline: bool = True
+    """Whether a claim rests on it: run with every seed. The others, screens, run with the first alone."""
 
     @property
     def digest(self) -> str:
@@ -104,8 +106,9 @@ def run_cells(
     copied, and its field `from` says where it was made.
     """
     shared = [line for path in others for line in read_lines(path)]
-    total = len(cells) * len(seeds)
-    for number, (seed, cell) in enumerate(((seed, cell) for seed in seeds for cell in cells), start=1):
+    todo = [(seed, cell) for seed in seeds for cell in cells if cell.headline or seed == seeds[0]]
+    total = len(todo)
+    for number, (seed, cell) in enumerate(todo, start=1):
         key = {"question": question, "preset": preset, "cell": cell.name, "seed": seed, "digest": cell.digest}
         title = f"[{number}/{total}] {question} {preset} {cell.name} seed {seed}"
         if any(key.items() <= line.items() for line in read_lines(results)):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax import presets
-from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, SphereConfig
+from elr_jax.config import AttentionConfig, DeltaProductConfig, LoopRule, MLPConfig, ModelConfig, SphereConfig
 
 RULES = {
     "elr": LoopRule(),
@@ -27,6 +27,7 @@ def small_model(rule: LoopRule, *, prelude: str = "*", core: str = "S-", coda: s
             "coda": coda,
             "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=3),
             "mlp": MLPConfig(d_ff=12),
+            "delta": DeltaProductConfig(num_heads=4, num_key_heads=2, key_dim=3, value_dim=5, householder=2),
             "loop": rule,
             **changes,
         }

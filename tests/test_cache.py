@@ -33,6 +33,7 @@ def params_of(config):
 CONFIGS = {
     "elr": partial(configure, "elr", coda=""),
     "conditioned": partial(configure, "elr", conditioning=ConditioningConfig(width=6, sinusoids=4, rank=3)),
+    "hybrid": partial(configure, "dory", prelude="D-*-", core="D-D-", coda="*-"),
     "sphere": partial(tiny_dory, prelude="", core="S*", coda="S"),
     **{name: partial(configure, name) for name in RULES if name != "elr"},
 }
@@ -41,7 +42,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("elr", "conditioned", "sphere") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("elr", "conditioned", "hybrid", "sphere") else pytest.param(name, marks=pytest.mark.slow)
         for name in CONFIGS
     ],
 )

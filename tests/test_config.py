@@ -12,6 +12,7 @@ from elr_jax import presets
 from elr_jax.config import (
     AttentionConfig,
     ConditioningConfig,
+    DeltaProductConfig,
     LoopRule,
     MLPConfig,
     ModelConfig,
@@ -23,8 +24,9 @@ from elr_jax.config import (
 )
 from elr_jax.errors import ElrError
 
-MODEL = small_model(LoopRule())
+MODEL = small_model(LoopRule(), delta=None)
 TOLD = small_model(LoopRule(), conditioning=ConditioningConfig(budget=False, rank=2))
+DELTA = {"num_heads": 4, "num_key_heads": 2, "key_dim": 3, "value_dim": 5}
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 
 
@@ -56,6 +58,23 @@ BAD = [
         "conditioning.scale_shift, low_rank and rescale are all False: set one",
     ),
     (lambda: model(residual_init="zeros"), "residual_init='zeros' is unknown: choose one of scaled, zero"),
+    (
+        lambda: model(core="D-", delta=None),
+        "delta=None leaves the D of '*D--' without sizes: give a DeltaProductConfig",
+    ),
+    (
+        lambda: model(core="D-", sphere=SphereConfig()),
+        "sphere has no form of the D in '*D--': use attention layers, or sphere=None",
+    ),
+    (lambda: DeltaProductConfig(**DELTA | {"householder": 0}), "delta.householder=0 must be at least 1"),
+    (
+        lambda: DeltaProductConfig(**DELTA | {"num_key_heads": 3}),
+        "delta.num_heads=4 is not a multiple of num_key_heads=3: every key head serves the same number of heads",
+    ),
+    (
+        lambda: DeltaProductConfig(**DELTA, norm="layer"),
+        "delta.norm='layer' is unknown: choose one of group, head",
+    ),
     (lambda: MLPConfig(d_ff=0), "mlp.d_ff=0 must be at least 1"),
     (lambda: MLPConfig(d_ff=8, kind="gelu"), "mlp.kind='gelu' is unknown: choose one of swiglu, squared_relu"),
     (
@@ -85,7 +104,14 @@ def test_a_bad_value_is_refused_with_the_mend(make, message):
 
 
 @pytest.mark.parametrize(
-    "config", [presets.tiny_text(), presets.tiny_text(presets.PLAIN), *map(small_model, RULES.values()), TOLD]
+    "config",
+    [
+        presets.tiny_text(),
+        presets.tiny_text(presets.PLAIN),
+        presets.koi_4b(),
+        *map(small_model, RULES.values()),
+        TOLD,
+    ],
 )
 def test_json_keeps_a_config(config):
     data = to_dict(config)

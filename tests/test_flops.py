@@ -10,6 +10,7 @@ from cases import RULES, small_model
 from jax.extend.core import jaxprs_in_params
 
 from elr_jax import flops, loop, model, presets
+from elr_jax.cache import cache_bytes
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
 from elr_jax.depth import Fixed, PerExample, RotatingSlice, Switch
 
@@ -26,6 +27,7 @@ CASES["told the budget"] = small_model(
 CASES["told the progress"] = small_model(
     RULES["elr"], core="-", conditioning=dataclasses.replace(TOLD, budget=False, scale_shift=False)
 )
+CASES["delta product"] = small_model(RULES["elr"], core="D-", prelude="*", coda="D")
 CASES["full attention"] = small_model(RULES["elr"], core="*", prelude="-")
 
 
@@ -53,7 +55,10 @@ def forward(config, loops, length):
 
 def products(jaxpr) -> int:
     """Operations of all matrix products: two for each multiply-add."""
-    total = sum(products(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+    total = 0
+    for equation in jaxpr.eqns:
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(products(inner) for inner in jaxprs_in_params(equation.params))
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
@@ -74,7 +79,7 @@ def test_every_product_is_counted(case, loops):
     assert exact / padded <= counted <= exact if padded > 1 else counted == pytest.approx(exact, rel=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if name != "delta product"])  # it scans over chunks
 def test_xla_counts_the_same(case):
     """Wide enough that what isn't a product (norms, softmax, gates) stays below 3 % of XLA's count."""
     attention = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=128, window=256)
@@ -138,6 +143,29 @@ def test_the_tiny_ladder_doubles_its_width():
     assert sizes == pytest.approx([0.23, 0.87, 3.35], abs=0.01)
     told = dataclasses.replace(presets.tiny_text(), conditioning=presets.TINY_CONDITIONING)
     assert flops.num_params(told) == pytest.approx(1.06 * sizes[1] * 1e6, rel=0.01)
+
+
+def test_koi_is_what_was_published():
+    """Order and split, 4 B parameters of which the update's gate is 0.236 %, and the two caches at 128 K tokens."""
+    koi = presets.koi_4b()
+    assert [len(stack) for stack in (koi.prelude, koi.core, koi.coda)] == [14, 24, 14]
+    assert {letter: koi.layers.count(letter) for letter in "D*-"} == {"D": 23, "*": 6, "-": 23}
+    assert flops.num_params(koi) == 3_996_245_072
+    assert round(100 * koi.d_model**2 / flops.num_params(koi), 3) == 0.236
+    sizes = {
+        mode: cache_bytes(koi, tokens=2**17, loops=4, mode=mode, dtype="bfloat16") for mode in ("per_loop", "last_loop")
+    }
+    assert [size.attention / 2**30 for size in sizes.values()] == [7.5, 3.0]
+    tail, state = 2 * 3 * (4 * 8 * 128 + 3 * 24 * 128), 4 * 24 * 128 * 128
+    slots = koi.prelude.count("D") + 4 * koi.core.count("D") + koi.coda.count("D")
+    assert {size.states for size in sizes.values()} == {slots * (tail + state)}
+    assert cache_bytes(koi, tokens=5, loops=4, dtype="bfloat16").states == slots * (tail + state), "whatever the length"
+
+
+def test_the_tiny_hybrid():
+    config = presets.tiny_hybrid()
+    assert flops.num_params(config) == 1_151_000
+    assert (config.prelude, config.core, config.coda) == ("D-*-", "D-D-", "*-")
 
 
 def test_parameters_are_counted():

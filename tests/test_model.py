@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RULES, assert_close, assert_same_bits, perturb, small_model
+from cases import RULES, assert_close, assert_same_bits, perturb, small_model, tiny_dory
 
-from elr_jax import model
+from elr_jax import model, presets
+from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.losses import cross_entropy
@@ -54,12 +55,16 @@ def forward(params, tokens, depth, key=None, segment_ids=None, positions=None, *
 LAWS = [
     ("elr", {"prelude": "", "core": "*"}, "dots", None),
     ("parcae", {"prelude": "", "core": "S-", "coda": ""}, "layer", 2),
+    ("delta", {"prelude": "", "core": "D", "coda": ""}, "layer", 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("dory", {"core": "S-"}, "layer", 1),
             ("huginn", {"core": "*-S-", "tie_embeddings": True}, "round", 2),
             ("residual", {"core": "S", "prelude": ""}, "none", None),
+            ("elr", {"prelude": "D-*-", "core": "D-D-", "coda": "*-"}, "none", None),
+            ("dory", {"core": "D-"}, "dots", 1),
+            ("parcae", {"core": "D*"}, "round", 2),
             ("delta", {"core": "*-", "mlp": MLPConfig(d_ff=12, kind="squared_relu")}, "layer", 2),
         )
     ),
@@ -83,7 +88,7 @@ def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
     assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
 
 
-@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S")])
+@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-")])
 def test_a_row_alone_is_the_same_row_in_a_batch(name, core):
     config = configure(name, prelude="", core=core)
     params = params_of(config)
@@ -110,6 +115,67 @@ def test_states_are_the_loops_states():
     normed = last / jnp.sqrt(jnp.mean(last**2, -1, keepdims=True) + config.norm_eps) * params.norm
     assert_close(normed @ params.head, forward(params, TOKENS, jnp.array(DEPTHS), config=config))
     assert_same_bits(states[2, 0], states[3, 0])
+
+
+LOSS_CASES = {"tied": {"tie_embeddings": True}, "sphere": None}
+
+
+@pytest.mark.parametrize("name", LOSS_CASES)
+def test_the_loss_is_that_of_the_logits(name):
+    """In value and in the gradient of every parameter, the head's scale on the sphere included."""
+    rule = dataclasses.replace(presets.DORY, max_loops=3)
+    config = tiny_dory(prelude="", core="S-", coda="", vocab_size=13, loop=rule)
+    if LOSS_CASES[name] is not None:
+        config = configure("elr", prelude="", core="*", coda="", **LOSS_CASES[name])
+    params, depth, targets = params_of(config), jnp.array(DEPTHS), TOKENS[:, ::-1]
+    weights = 1 + jnp.sin(jnp.arange(TOKENS.size).reshape(TOKENS.shape))
+
+    @jax.jit
+    def both(params):
+        plain = lambda p: jnp.sum(weights * cross_entropy(model.apply(p, TOKENS, depth, config=config), targets))
+        fused = lambda p: model.loss(p, TOKENS, targets, weights, depth, config=config)[0]
+        return jax.value_and_grad(plain)(params), jax.value_and_grad(fused)(params)
+
+    assert_close(*both(params), rtol=2e-5)
+
+
+PACKED = {
+    "rms": configure("elr", prelude="", core="*-", coda="", mlp=MLPConfig(d_ff=12, kind="squared_relu")),
+    "sphere": tiny_dory(prelude="", core="S-", coda="", loop=dataclasses.replace(presets.DORY, max_loops=3)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_working_copies_compute_the_same(name):
+    """In a full pass, and in a prompt with a step after it."""
+    config = PACKED[name]
+    params = params_of(config)
+    copies = jax.jit(partial(model.pack, config=config))(params)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(copies)) == kept and isinstance(copies, model.WorkingCopy)
+    depth = jnp.array(DEPTHS)
+
+    @jax.jit
+    def run(params):
+        whole = model.apply(params, TOKENS, depth, config=config)
+        cache = init_cache(config, ROWS, LENGTH)
+        _, cache = model.extend(params, TOKENS[:, :-1], depth, cache, config=config, fresh=True)
+        return whole, model.extend(params, TOKENS[:, -1:], depth, cache, config=config)
+
+    plain, packed = run(params), run(copies)
+    assert_close(packed, plain, rtol=2e-5)
+    assert_close(packed[1][0][:, 0], plain[0][:, -1], rtol=2e-5)
+
+
+def test_packed_copies_have_the_runtimes_type():
+    config = PACKED["sphere"]
+    runtime = Runtime(dtype="bfloat16")
+    params = params_of(config)
+    copies = model.pack(params, config=config, runtime=runtime)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(copies) if leaf.ndim > 2} == {"bfloat16"}
+    run = jax.jit(partial(model.apply, config=config, runtime=runtime))
+    plain, packed = (run(p, TOKENS, jnp.array(DEPTHS)) for p in (params, copies))
+    assert jnp.abs(plain - packed).max() < 0.03 * jnp.abs(plain).max()  # sums in another order, then 2⁻⁹ a rounding
 
 
 def test_a_tied_head_is_the_embedding():

@@ -7,9 +7,11 @@ PATH is a folder written by `elr_jax.train` or `checkpoints_convert`, or a relea
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +19,11 @@ from rich.text import Text
 
 from elr_jax.cache import CacheMode
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.decode.generate import Completion, generate
+from elr_jax.decode.generate import Completion, generate, working_copy
 from elr_jax.decode.sampling import GREEDY, Sampling
 from elr_jax.decode.text import TextCodec, checkpoint_codec, run_codec
 from elr_jax.errors import ElrError, one_line_errors
-from elr_jax.model import Params
+from elr_jax.model import Params, WorkingCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,12 @@ def run(command: Command) -> None:
     prompts = [text.encode(prompt) for prompt in command.prompt] if text else []
     prompts += [_numbers("--tokens", tokens) for tokens in command.tokens]
     table = Table("prompt", *(f"{loop} loop{'s' if loop > 1 else ''}" for loop in loops), show_lines=True)
-    answers, rates = zip(*(_timed(command, params, config, prompts, loop, text) for loop in loops), strict=True)
+    dtype = command.dtype or ("bfloat16" if params.embedding.dtype == "bfloat16" else "float32")
+    runtime = Runtime(dtype=dtype)
+    if jax.default_backend() == "cpu":
+        params = working_copy(params, config=config, runtime=runtime)
+    timed = partial(_timed, command, params, config, runtime, prompts, text)
+    answers, rates = zip(*map(timed, loops), strict=True)
     for row, prompt in enumerate(command.prompt or command.tokens):
         table.add_row(Text(prompt), *(_shown(answer[row], text) for answer in answers))
     table.add_row("tokens/s", *("–" if rate is None else f"{rate:.1f}" for rate in rates))
@@ -107,16 +114,21 @@ def run(command: Command) -> None:
 
 
 def _timed(
-    command: Command, params: Params, config: ModelConfig, prompts: list[list[int]], loops: int, text: TextCodec | None
+    command: Command,
+    params: Params | WorkingCopy,
+    config: ModelConfig,
+    runtime: Runtime,
+    prompts: list[list[int]],
+    text: TextCodec | None,
+    loops: int,
 ) -> tuple[list[Completion], float | None]:
     """The answers, and the rate from the first token on: by then everything is compiled and the prompts are read."""
     times: list[float] = []
-    dtype = command.dtype or ("bfloat16" if params.embedding.dtype == "bfloat16" else "float32")
     answers = generate(
         params,
         prompts,
         config=config,
-        runtime=Runtime(dtype=dtype),
+        runtime=runtime,
         loops=loops,
         max_new_tokens=command.max_new_tokens,
         sampling=command.sampling,

@@ -69,7 +69,7 @@ def start(
 
 
 def prefill(
-    params: model.Params,
+    params: model.Params | model.WorkingCopy,
     state: DecodeState,
     tokens: Tokens,
     new: Int[Array, "B"],
@@ -113,7 +113,7 @@ def prefill(
 
 
 def decode_step(
-    params: model.Params,
+    params: model.Params | model.WorkingCopy,
     state: DecodeState,
     requests: Requests,
     *,

@@ -1,30 +1,58 @@
-"""The layer letters: for each, the declaration of its parameters and its function."""
+"""The layer letters: for each, the declaration of its parameters, its function, and what a cache keeps of it."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.attention import KV, Context, attend, attention_specs, make_context
-from elr_jax.layers.mlp import mlp, mlp_specs
+from elr_jax.layers.attention import Context, attend, attention_specs, make_context, pack_attention
+from elr_jax.layers.delta_product import delta_commit, delta_entry, delta_product, delta_product_specs
+from elr_jax.layers.kv_cache import kv_commit, kv_entry
+from elr_jax.layers.mlp import mlp, mlp_specs, pack_mlp
 from elr_jax.typing import Hidden
+
+
+class Memory(NamedTuple):
+    """What a cache keeps of a kind of layer.
+
+    `entry(config, loops=…, batch=…, capacity=…, dtype=…)` is an empty one, its leaves [L, B, …]. `commit(entry, made,
+    length, new)` is the entry after a call, `made` having the same leading axes: with the first `new` [B] of its tokens
+    after `length` [B] earlier ones. A `recurrent` entry does not grow with the tokens.
+    """
+
+    entry: Callable[..., Any]
+    commit: Callable[..., Any]
+    recurrent: bool = False
 
 
 class Layer(NamedTuple):
     """One kind of layer.
 
     `specs(config, output_gain)` declares its parameters. `apply(x, params, context, config, past=…)` returns its output
-    and what a cache keeps of its tokens (None: nothing), given what the cache kept of those before them.
+    and what its tokens make for the cache (None: nothing), given one slot of what the cache kept of those before them.
+    `pack(params, dtype)` makes working copies, which `apply` takes as well, for inputs of few rows (None: it has none).
     """
 
     specs: Callable[[ModelConfig, float], Any]
-    apply: Callable[..., tuple[Hidden, KV | None]]
+    apply: Callable[..., tuple[Hidden, Any]]
+    memory: Memory | None = None
+    pack: Callable[[Any, str], Any] | None = None
+
+
+def _attention(letter: str) -> Layer:
+    memory = Memory(partial(kv_entry, letter=letter), kv_commit)
+    return Layer(attention_specs, partial(attend, letter=letter), memory, pack_attention)
+
+
+def _mlp(x: Hidden, params: Any, context: Context, config: ModelConfig, *, past: None = None) -> tuple[Hidden, None]:
+    return mlp(x, params, config), None
 
 
 LAYERS = {
-    "*": Layer(attention_specs, partial(attend, letter="*")),
-    "S": Layer(attention_specs, partial(attend, letter="S")),
-    "-": Layer(mlp_specs, lambda x, params, context, config, *, past=None: (mlp(x, params, config), None)),
+    "*": _attention("*"),
+    "S": _attention("S"),
+    "D": Layer(delta_product_specs, delta_product, Memory(delta_entry, delta_commit, recurrent=True)),
+    "-": Layer(mlp_specs, _mlp, pack=pack_mlp),
 }
 
-__all__ = ["KV", "LAYERS", "Context", "Layer", "make_context"]
+__all__ = ["LAYERS", "Context", "Layer", "Memory", "make_context"]

@@ -4,6 +4,7 @@ The window form cuts the sequence into blocks and lets each block see the few be
 cost grows with T·W. Tokens attend within their own segment only. With a past, tokens attend to it and to themselves.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.linear import product
+from elr_jax.layers.linear import Packed, pack, product, products
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.layers.rope import Rotary, rotary_table, rotate
 from elr_jax.params import matrix, vector
@@ -21,23 +22,46 @@ MASKED = -1e30  # finite: a row without visible keys stays free of NaN
 
 
 @struct.dataclass
+class SphereAttention:
+    """What the unit sphere adds: the output gate and the learned scales of queries and gate logits."""
+
+    gate: Float[Array, "D N H"] | None
+    """None where it is packed with what else reads the input."""
+    query_scale: Float[Array, "N H"]
+    gate_scale: Float[Array, "N H"]
+
+
+@struct.dataclass
 class Attention:
-    """Projections of one attention layer, and what the unit sphere adds to them."""
+    """Projections of one attention layer."""
 
     query: Float[Array, "D N H"]
     key: Float[Array, "D K H"]
     value: Float[Array, "D K H"]
     output: Float[Array, "N H D"]
-    sphere: "SphereAttention | None"
+    sphere: SphereAttention | None
+
+    @property
+    def reads(self) -> tuple[Array, ...]:
+        """What reads the layer's input: query, key, value and, on the unit sphere, the gate."""
+        gate = () if self.sphere is None or self.sphere.gate is None else (self.sphere.gate,)
+        return (self.query, self.key, self.value, *gate)
 
 
 @struct.dataclass
-class SphereAttention:
-    """The output gate and the learned scales of queries and gate logits."""
+class PackedAttention:
+    """Working copies of one attention layer for inputs of few rows."""
 
-    gate: Float[Array, "D N H"]
-    query_scale: Float[Array, "N H"]
-    gate_scale: Float[Array, "N H"]
+    reads: Packed
+    output: Packed
+    sphere: SphereAttention | None
+
+
+def pack_attention(params: Attention, dtype: str) -> PackedAttention:
+    """Two matrices instead of four or five."""
+    sphere = None if params.sphere is None else replace(params.sphere, gate=None)
+    output = pack(params.output, inputs=2, dtype=dtype)
+    return PackedAttention(reads=pack(*params.reads, dtype=dtype), output=output, sphere=sphere)
 
 
 @struct.dataclass
@@ -59,6 +83,8 @@ class Context:
     """Tokens of each row in the cache before this call; None without a cache."""
     condition: Float[Array, "B C"] | None = None
     """What conditioned layers are told of each row; None without conditioning."""
+    new: Int[Array, "B"] | None = None
+    """How many of each row's tokens, its first ones, are real and not padding; None without a cache."""
 
 
 def make_context(
@@ -68,13 +94,14 @@ def make_context(
     *,
     dtype: str = "float32",
     length: Int[Array, "B"] | None = None,
+    new: Int[Array, "B"] | None = None,
 ) -> Context:
     """The context of a batch; the rotary tables are made here, once, and not in every round of the loop."""
     attention = config.attention
     table = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=dtype)
     bases = (attention.base(letter) for letter in sorted({"*", "S"} & set(config.layers)))
     rotary = {base: table(base=base) for base in bases if base is not None}
-    return Context(segment_ids=segment_ids, rotary=rotary, length=length)
+    return Context(segment_ids=segment_ids, rotary=rotary, length=length, new=new)
 
 
 def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
@@ -94,7 +121,13 @@ def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
 
 
 def attend(
-    x: Hidden, params: Attention, context: Context, config: ModelConfig, *, letter: str, past: KV | None = None
+    x: Hidden,
+    params: Attention | PackedAttention,
+    context: Context,
+    config: ModelConfig,
+    *,
+    letter: str,
+    past: KV | None = None,
 ) -> tuple[Hidden, KV]:
     """softmax(q kᵀ/√H + mask) v, projected back to D, and the keys and values made on the way.
 
@@ -102,9 +135,7 @@ def attend(
     On the unit sphere q = (√H·query_scale/std)² ⊙ unit(q), k = unit(k), and the output is gated by
     σ(x W_g ⊙ gate_init·(gate_scale/std)²) and normalised over all heads before the last product. [Dory]
     """
-    q = product(x, params.query)
-    k = product(x, params.key)
-    v = product(x, params.value)
+    q, k, v, *gate = products(x, params.reads)
     base = config.attention.base(letter)
     if base is not None:
         q, k = rotate(q, context.rotary[base]), rotate(k, context.rotary[base])
@@ -121,7 +152,7 @@ def attend(
         out = attend_past(q, k, v, past, context.length, window=window)
     if params.sphere is not None and config.sphere is not None:
         gain = (config.sphere.gate_init or config.d_model**0.5) / config.sphere.init_std**2
-        logits = widen(product(x, params.sphere.gate))
+        logits = widen(gate[0])
         logits *= gain * jnp.square(widen(params.sphere.gate_scale))
         out = (widen(out) * jax.nn.sigmoid(logits)).astype(out.dtype)
         out = unit_norm(out.reshape(*out.shape[:2], -1), eps=config.norm_eps).reshape(out.shape)

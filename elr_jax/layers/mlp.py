@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.linear import product
+from elr_jax.layers.linear import Packed, pack, product, products
 from elr_jax.layers.norms import unit_norm
 from elr_jax.params import matrix, vector
 from elr_jax.typing import Array, Float, Hidden, widen
@@ -20,6 +20,27 @@ class MLP:
     down: Float[Array, "F D"]
     gate_scale: Float[Array, "F"] | None
     up_scale: Float[Array, "F"] | None
+
+    @property
+    def reads(self) -> tuple[Array, ...]:
+        """What reads the layer's input: up and, if there is one, gate."""
+        return (self.up,) if self.gate is None else (self.up, self.gate)
+
+
+@struct.dataclass
+class PackedMLP:
+    """Working copies of one feed-forward layer for inputs of few rows."""
+
+    reads: Packed
+    down: Packed
+    gate_scale: Float[Array, "F"] | None
+    up_scale: Float[Array, "F"] | None
+
+
+def pack_mlp(params: MLP, dtype: str) -> PackedMLP:
+    """Two matrices instead of two or three."""
+    reads, down = pack(*params.reads, dtype=dtype), pack(params.down, dtype=dtype)
+    return PackedMLP(reads=reads, down=down, gate_scale=params.gate_scale, up_scale=params.up_scale)
 
 
 def mlp_specs(config: ModelConfig, output_gain: float) -> MLP:
@@ -37,16 +58,14 @@ def mlp_specs(config: ModelConfig, output_gain: float) -> MLP:
     )
 
 
-def mlp(x: Hidden, params: MLP, config: ModelConfig) -> Hidden:
+def mlp(x: Hidden, params: MLP | PackedMLP, config: ModelConfig) -> Hidden:
     """(silu(x G) ⊙ x U) D with a gate matrix, relu(x U)² D without.
 
     On the unit sphere x G and x U are multiplied by scale·√D, and what D projects is normalised first.
     """
-    up = _scaled(product(x, params.up), params.up_scale, config)
-    if params.gate is None:
-        inner = jnp.square(jax.nn.relu(up))
-    else:
-        inner = jax.nn.silu(_scaled(product(x, params.gate), params.gate_scale, config)) * up
+    up, *gate = products(x, params.reads)
+    up = _scaled(up, params.up_scale, config)
+    inner = jax.nn.silu(_scaled(gate[0], params.gate_scale, config)) * up if gate else jnp.square(jax.nn.relu(up))
     if config.sphere:
         inner = unit_norm(inner, eps=config.norm_eps)
     return product(inner, params.down)

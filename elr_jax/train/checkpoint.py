@@ -254,11 +254,11 @@ def _read_manifest(path: epath.Path) -> dict[str, Any]:
 
 def _read(path: epath.Path, abstract: State | Callable[[Meta], State], *, field: str | None) -> tuple[State, Meta]:
     manifest = _read_manifest(path)
-    expected: Any = abstract(manifest["meta"]) if callable(abstract) else abstract
-    _refuse_unfit(manifest["leaves"], _describe(expected if field is None else {field: expected}), field, path=path)
+    wanted: Any = abstract(manifest["meta"]) if callable(abstract) else abstract
+    _refuse_unfit(manifest["leaves"], _describe(wanted if field is None else {field: wanted}), field, path=path)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     placed = lambda leaf: getattr(leaf, "sharding", None) or here
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(leaf)), expected)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(leaf)), wanted)
     item = target if field is None else {field: target}
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=field is not None)

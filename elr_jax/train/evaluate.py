@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from elr_jax import model
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.losses import cross_entropy
 from elr_jax.train.data import Batch
 from elr_jax.typing import Array, Float, Int32, PRNGKeyArray
 
@@ -59,7 +58,6 @@ def evaluate(
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
-@partial(jax.jit, static_argnames=("config", "runtime"))
 def _score(
     params: model.Params,
     batch: Batch,
@@ -71,11 +69,9 @@ def _score(
 ) -> Float[Array, "3"]:
     """Summed loss, right answers and weight at one loop count."""
     depth = jnp.full(batch.tokens.shape[0], loops)
-    logits = model.apply(
-        params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
-    )
-    right = jnp.argmax(logits, axis=-1) == batch.targets
-    return jnp.stack([jnp.sum(x * batch.weights) for x in (cross_entropy(logits, batch.targets), right, 1.0)])
+    inputs = batch.tokens, batch.targets, batch.weights, depth
+    total, scores = model.loss(params, *inputs, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key)
+    return jnp.stack([total, jnp.sum(scores.right * batch.weights), jnp.sum(batch.weights)])
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))

@@ -16,7 +16,7 @@ from flax import struct
 from elr_jax import model
 from elr_jax.config import Runtime
 from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
-from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
+from elr_jax.losses import DepthSums, sum_by_depth
 from elr_jax.params import onto_sphere, overlay
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
@@ -121,9 +121,11 @@ def batch_loss(
 ) -> tuple[Float[Array, ""], DepthSums]:
     """Summed loss of some rows in nats, and the sums by loop count."""
     batch, depth, keys = part
-    logits = model.apply(
+    total, scores = model.loss(
         params,
         batch.tokens,
+        batch.targets,
+        batch.weights,
         depth,
         config=recipe.model,
         runtime=runtime,
@@ -131,9 +133,7 @@ def batch_loss(
         key=keys,
         backprop_loops=recipe.backprop_loops,
     )
-    losses = cross_entropy(logits, batch.targets)
-    sums = sum_by_depth(losses, batch.weights, depth, max_loops=recipe.model.loop.max_loops)
-    return jnp.sum(sums.loss), sums
+    return total, sum_by_depth(scores.loss, batch.weights, depth, max_loops=recipe.model.loop.max_loops)
 
 
 def accumulate(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.elastic_text.report import UNIT, draw_by_loops, loops_table
+from experiments.elastic_text.report import UNIT, draw_by_loops
 from experiments.pointer_chase.claims import hops_solved
 from experiments.pointer_chase.report import draw_by_hops, hops_legend, hops_table
-from experiments.reporting import figure
+from experiments.reporting import figure, loops_table
 from experiments.results import Results
 
 ELASTIC, MIXED = "small_core", "mixed"
@@ -17,7 +17,7 @@ def show(out: Path, chase: Results, text: Results, console: Console) -> None:
     """Print both tables, and write them and the figure to `out`."""
     tables = {
         "Text: validation bits per byte, one elastic checkpoint at each loop count beside a plain model": loops_table(
-            text, costs=False
+            text, text.cells, UNIT, costs=False
         ),
         "Pointer chase: accuracy by hops and loops (trained at 1–4 loops)": hops_table(
             chase.values(MIXED, "accuracy_by_hops")

@@ -8,29 +8,15 @@ On two quiet cores 2 minutes for a plain cell and seed, 4 for one of mixed depth
 `--source DIRECTORY --tokenizer FILE`.
 """
 
-from dataclasses import dataclass
-
 import tyro
 
 from elr_jax.errors import one_line_errors
-from elr_jax.train.data import DataConfig
+from experiments.bases import TextFlags
 from experiments.elastic_text.cells import cells, size_of
 from experiments.elastic_text.report import report
-from experiments.sweep import Flags, answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextFlags(Flags):
-    """The common flags and the text."""
-
-    source: str = "stdlib"
-    """`stdlib`, or a file or directory of text."""
-    tokenizer: str | None = None
-    """A Hugging Face `tokenizers` JSON file; bytes without it."""
-
+from experiments.sweep import answer
 
 if __name__ == "__main__":
     with one_line_errors():
         flags = tyro.cli(TextFlags, description=__doc__)
-        data = DataConfig(source=flags.source, tokenizer=flags.tokenizer, cache_dir=f"{flags.runs}/data_cache")
-        answer("elastic_text", flags, cells(size_of(flags.preset, data)), report)
+        answer("elastic_text", flags, cells(size_of(flags.preset, flags.data)), report)

@@ -8,16 +8,12 @@ import numpy as np
 
 from experiments.elastic_text.claims import CLAIMS
 from experiments.reporting import (
-    COST_HEADER,
-    NO_VALUE,
-    Table,
     claims_table,
-    cost_columns,
     figure,
     level_with_band,
     line_with_band,
     loops_axis,
-    mean_and_spread,
+    loops_table,
     provenance,
     write_section,
 )
@@ -40,23 +36,11 @@ def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> No
             left.figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     parts = [
         provenance(results, cells),
-        loops_table(results).markdown(),
+        loops_table(results, results.cells, UNIT).markdown(),
         *([f"![Bits per byte against loops and against training compute]({path})"] if results.cells else []),
         claims_table(CLAIMS, results).markdown(),
     ]
     write_section(folder / "README.md", preset, "\n\n".join(parts))
-
-
-def loops_table(results: Results, *, costs: bool = True) -> Table:
-    """Bits per byte at each loop count, and what they cost, a row for each cell."""
-    scores = {name: results.values(name, UNIT) for name in results.cells}
-    loops = max((values.shape[1] for values in scores.values()), default=0)
-    rows = []
-    for name, values in scores.items():
-        shown = [mean_and_spread(column) for column in values.T]
-        rows.append([name, *shown, *[NO_VALUE] * (loops - len(shown)), *(cost_columns(results, name) if costs else ())])
-    counts = [f"{k} loop{'s' * (k > 1)}" for k in range(1, loops + 1)]
-    return Table(["bits per byte", *counts, *(COST_HEADER if costs else ())], rows)
 
 
 def draw_by_loops(axis: Any, results: Results, elastic: list[str]) -> None:

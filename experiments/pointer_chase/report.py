@@ -7,14 +7,12 @@ import numpy as np
 
 from experiments.pointer_chase.claims import CLAIMS
 from experiments.reporting import (
-    COST_HEADER,
-    NO_VALUE,
     Table,
     claims_table,
-    cost_columns,
     figure,
     line_with_band,
     loops_axis,
+    loops_table,
     mean_and_spread,
     provenance,
     write_section,
@@ -34,7 +32,7 @@ def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> No
                 axis.set_title(name)
             axes[0].set_ylabel("accuracy")
             hops_legend(axes[-1])
-    parts = [provenance(results, cells), overall_table(results).markdown()]
+    parts = [provenance(results, cells), loops_table(results, results.cells, "accuracy").markdown()]
     if looped:
         parts += [
             f"Accuracy of `{looped[0]}`:",
@@ -43,18 +41,6 @@ def report(folder: Path, preset: str, results: Results, cells: list[Cell]) -> No
         ]
     parts.append(claims_table(CLAIMS, results).markdown())
     write_section(folder / "README.md", preset, "\n\n".join(parts))
-
-
-def overall_table(results: Results) -> Table:
-    """Accuracy over all hop counts at each loop count, and cost, a row for each cell."""
-    accuracy = {name: results.values(name, "accuracy") for name in results.cells}
-    loops = max((values.shape[1] for values in accuracy.values()), default=0)
-    rows = []
-    for name, values in accuracy.items():
-        scores = [mean_and_spread(column) for column in values.T]
-        rows.append([name, *scores, *[NO_VALUE] * (loops - len(scores)), *cost_columns(results, name)])
-    counts = [f"{k} loop{'s' * (k > 1)}" for k in range(1, loops + 1)]
-    return Table(["accuracy", *counts, *COST_HEADER], rows)
 
 
 def hops_table(values: np.ndarray) -> Table:

@@ -1,0 +1,86 @@
+"""Questions that compare variants of one recipe on both tasks: their command, tables and figure."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import tyro
+
+from elr_jax.errors import one_line_errors
+from experiments.bases import TextFlags, references
+from experiments.reporting import (
+    claims_table,
+    figure,
+    level_with_band,
+    line_with_band,
+    loops_axis,
+    loops_table,
+    provenance,
+    write_section,
+)
+from experiments.results import Claim, Results
+from experiments.sweep import Cell, answer
+
+COLORS = matplotlib.colormaps["tab10"]
+
+
+class Score(NamedTuple):
+    """How a task is measured."""
+
+    metric: str
+    label: str
+    worst: float
+    """How far beyond the plain model's value the figure's axis goes; what lies further is in the table."""
+
+
+SCORES = {
+    "text": Score("bits_per_byte", "validation bits per byte", 0.15),
+    "chase": Score("accuracy", "accuracy over 1 to 5 hops", -1.0),
+}
+
+
+def main(
+    question: str, description: str | None, cells: Callable[[dict[str, Cell]], list[Cell]], claims: Sequence[Claim]
+) -> None:
+    """The command of such a question."""
+    with one_line_errors():
+        flags = tyro.cli(TextFlags, description=description, prog=f"python -m experiments.{question}")
+        answer(question, flags, cells(references(flags.preset, flags.data)), partial(report, claims=claims))
+
+
+def report(folder: Path, preset: str, results: Results, cells: list[Cell], *, claims: Sequence[Claim]) -> None:
+    """Rewrite the preset's section of the README and its figure."""
+    names = [cell.name for cell in cells if cell.name in results.cells]
+    finished = {task: [name for name in names if name.startswith(f"{task}_")] for task in SCORES}
+    tasks = [task for task, names in finished.items() if names]
+    path = Path("figures") / f"{preset}.png"
+    if tasks:
+        with figure(folder / path, columns=len(tasks)) as axes:
+            for axis, task in zip(axes, tasks, strict=True):
+                draw(axis, results, finished[task], SCORES[task])
+    parts = [provenance(results, cells)]
+    parts += [loops_table(results, finished[task], SCORES[task].metric).markdown() for task in tasks]
+    parts += [f"![{' and '.join(SCORES[task].label for task in tasks)} against loops]({path})"] if tasks else []
+    parts.append(claims_table(claims, results).markdown())
+    write_section(folder / "README.md", preset, "\n\n".join(parts))
+
+
+def draw(axis: Any, results: Results, names: list[str], score: Score) -> None:
+    """A line for each variant over the loops it is evaluated at; the plain model, which has none, as a level."""
+    for number, name in enumerate(names):
+        values, label = results.values(name, score.metric), name.split("_", 1)[1]
+        if values.shape[1] == 1:
+            level_with_band(axis, values[:, 0], color="black", label=label)
+        else:
+            line_with_band(axis, values, color=COLORS(number % 10), label=label)
+    loops_axis(axis, max(results.values(name, score.metric).shape[1] for name in names))
+    axis.set_ylabel(score.label)
+    axis.legend(fontsize="small")
+    lowest = min(float(results.values(name, score.metric).min()) for name in names)
+    plain = [float(results.values(name, score.metric).max()) for name in names if name.endswith("_plain")]
+    if score.worst > 0 and plain:
+        axis.set_ylim(lowest - 0.02, max(plain) + score.worst)
+    else:
+        axis.set_ylim(0, 1.03)

@@ -1,0 +1,1 @@
+"""Conditioning: what telling layers the progress and the budget brings, and which way in matters."""

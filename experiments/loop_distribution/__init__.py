@@ -1,0 +1,1 @@
+"""Loop distribution: which loop counts training needs, and what the third and fourth are for."""

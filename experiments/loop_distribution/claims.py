@@ -1,0 +1,45 @@
+"""The source leaves the law of the loop count open; what our runs show of it."""
+
+from experiments.reporting import above, curve
+from experiments.results import Claim, Results
+
+
+def _spent(results: Results, name: str) -> str:
+    lines = results.of(f"text_{name}")
+    rounds = sum(line["useful_rounds"] for line in lines) / len(lines)
+    return f"{name} {curve(results, f'text_{name}')} for {rounds:.2f} rounds a row"
+
+
+CLAIMS = (
+    Claim(
+        claim="loops three and four earn their training",
+        source="open question",
+        ours=lambda results: "; ".join(_spent(results, name) for name in ("one_two", "one_four", "uniform")),
+    ),
+    Claim(
+        claim="depths between those trained at come for free",
+        source="–",
+        ours=lambda results: (
+            "trained at 1 and 4 only, above the uniform law at two loops "
+            f"{above(results, 'text_one_four', 'text_uniform', loops=2)}, at three "
+            f"{above(results, 'text_one_four', 'text_uniform', loops=3)}"
+        ),
+    ),
+    Claim(
+        claim="weight on few loops lowers the one-loop tax, weight on many the deep loss",
+        source="–",
+        ours=lambda results: ", ".join(
+            f"{name} {above(results, f'text_{name}', 'text_uniform')} at one and "
+            f"{above(results, f'text_{name}', 'text_uniform', loops=4)} at four loops"
+            for name in ("shallow", "deep")
+        ),
+    ),
+    Claim(
+        claim="where depth decides, loops that were never trained still work between and beyond",
+        source="–",
+        ours=lambda results: "; ".join(
+            f"{name} {curve(results, f'chase_{name}', metric='accuracy')}"
+            for name in ("uniform", "one_two", "one_four")
+        ),
+    ),
+)

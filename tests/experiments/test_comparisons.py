@@ -1,0 +1,101 @@
+"""The questions that compare variants: what their cells hold equal, and that their commands run."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from elr_jax.train.data import DataConfig
+from experiments.bases import references
+from experiments.elastic_text.cells import cells as elastic_cells
+from experiments.elastic_text.cells import size_of
+from experiments.pointer_chase.cells import cells as chase_cells
+from experiments.results import FILE, Results, read_lines
+from experiments.sweep import ROOT
+
+QUESTIONS = ("update_rules", "loop_sampling", "fixed_vs_mixed", "conditioning", "late_switch", "loop_distribution")
+
+
+def cells_of(question, preset="cpu"):
+    module = importlib.import_module(f"experiments.{question}.cells")
+    return {cell.name: cell for cell in module.cells(references(preset, DataConfig()))}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_variants_share_everything_but_what_they_ask(question):
+    """Data, steps, batch and optimizer are the reference's; only model and law of the loop count may differ."""
+    reference = references("cpu", DataConfig())
+    cells = cells_of(question)
+    assert len({cell.digest for cell in cells.values()}) == len(cells), "two cells of one recipe"
+    for name, cell in cells.items():
+        base = reference[name.split("_")[0]]
+        same = dataclasses.replace(cell.recipe, model=base.recipe.model, depth=base.recipe.depth)
+        assert same == base.recipe and cell.task == base.task, name
+    assert any(cell.headline for cell in cells.values())
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_baselines_are_those_of_the_first_experiments(question):
+    """So that finished runs are taken over."""
+    known = {cell.digest: cell.name for cell in elastic_cells(size_of("cpu", DataConfig())) + chase_cells("cpu")}
+    shared = {name: known[cell.digest] for name, cell in cells_of(question).items() if cell.digest in known}
+    assert (
+        shared["text_plain"] == "plain" and {"per_example", "mixed"} & set(shared.values())
+    ) or question == "late_switch"
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_claims_read_the_cells_there_are(question):
+    """Every claim can be judged once all cells have a result, and names no other cell."""
+    cells = cells_of(question)
+    cost = {"train_flops": 2.0, "useful_rounds": 2.0, "executed_rounds": 2.5}
+    lines = []
+    for seed in (0, 1):
+        for name, cell in cells.items():
+            loops = cell.recipe.model.loop.max_loops
+            metrics = {metric: [2.0 + seed - 0.1 * k for k in range(loops)] for metric in ("bits_per_byte", "accuracy")}
+            lines.append({"preset": "cpu", "cell": name, "seed": seed, "digest": "", "metrics": metrics, **cost})
+    results = Results(lines, "cpu")
+    claims = importlib.import_module(f"experiments.{question}.claims").CLAIMS
+    for claim in claims:
+        assert claim.ours(results) and "nan" not in claim.ours(results)
+        assert claim.judge(Results([], "cpu")) == ("–", "not evaluated")
+
+
+@pytest.mark.parametrize(
+    "question, cell",
+    [
+        ("late_switch", "text_after_50"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("update_rules", "text_delta"),
+                ("loop_sampling", "text_slice"),
+                ("fixed_vs_mixed", "text_fixed_2"),
+                ("conditioning", "text_no_low_rank"),
+                ("loop_distribution", "chase_one_four"),
+            )
+        ),
+    ],
+)
+def test_the_commands_take_their_first_steps_and_report(question, cell, command, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"document {number} " * 20)
+    flags = ("--preset", "smoke", "--seeds", 0, "--runs", tmp_path, "--source", text)
+    command(f"experiments.{question}", *flags, "--only", cell)
+    folder = tmp_path / question / "smoke"
+    metric = "bits_per_byte" if cell.startswith("text") else "accuracy"
+    assert Results(read_lines(folder / FILE), "smoke").values(cell, metric).shape[0] == 1
+    assert (folder / "figures" / "smoke.png").stat().st_size > 10_000
+    assert f"| {cell} | " in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_has_its_folder_in_order(question):
+    """A README that says what was asked, and results of cells that exist."""
+    readme = (ROOT / question / "README.md").read_text()
+    assert "**Question.**" in readme and "**Verdict" in readme and f"experiments.{question}" in readme
+    names = {line["cell"] for line in read_lines(ROOT / question / FILE)}
+    assert names <= set(cells_of(question))
