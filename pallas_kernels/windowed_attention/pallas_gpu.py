@@ -34,7 +34,7 @@ class _Blocks(NamedTuple):
     share: int
     size: int
     """Tokens a block, of queries and of keys."""
-    count: int
+    number: int
 
     def keys_of(self, i: Any) -> tuple[Any, Any]:
         """The first key block that query block i reaches, and the end of those it does."""
@@ -45,8 +45,8 @@ class _Blocks(NamedTuple):
     def queries_of(self, j: Any) -> tuple[Any, Any]:
         """The first query block that reaches key block j, and the end of those that do."""
         far, near = self.band.far, self.band.near
-        end = self.count if far is None else ((j + 1) * self.size + far - 2) // self.size + 1
-        return (j * self.size + near) // self.size, jnp.minimum(end, self.count)
+        end = self.number if far is None else ((j + 1) * self.size + far - 2) // self.size + 1
+        return (j * self.size + near) // self.size, jnp.minimum(end, self.number)
 
     def scores(self, i: Any, j: Any, q: Array, k: Array, query_ids: Array, key_ids: Array) -> Float[Array, "T S"]:
         """q kᵀ/√H of query block i and key block j; masked pairs have `MASKED`."""
@@ -177,7 +177,7 @@ def _call(
 
     return pl.pallas_call(
         partial(kernel, blocks),
-        grid=(blocks.count, rows, q.shape[0]),
+        grid=(blocks.number, rows, q.shape[0]),
         in_specs=[whole(x) for x in operands],
         out_specs=[whole(x) for x in results],
         out_shape=results,
