@@ -1,8 +1,9 @@
 """An op at one size: what tests compile and benchmarks time, forward and with gradients."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ class Case:
     """Of the forward pass, products alone."""
     scores: int = 0
     """Elements of a T×T array of scores, which no form may hold; 0 where there is none."""
+    opponents: Mapping[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
+    """By platform, the name and the function of what it brings itself; it takes the same operands."""
 
     @property
     def bytes(self) -> int:
@@ -31,14 +34,14 @@ class Case:
 
     def forward(self, implementation: Implementation | None) -> Callable[..., Any]:
         """The call as a function of the operands."""
-        return lambda *operands: self.function(*operands, implementation=implementation)
+        return partial(self.function, implementation=implementation)
 
-    def gradients(self, implementation: Implementation | None) -> Callable[..., Any]:
-        """The result and the gradients of the inputs, as a function of the operands; the cotangent is the first one."""
+    def gradients(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A form's result and its gradients of the inputs; the cotangent is the first operand, which has its shape."""
 
         def run(*operands: Any) -> tuple[Any, ...]:
             inputs, rest = operands[: self.inputs], operands[self.inputs :]
-            out, pull = jax.vjp(lambda *x: self.forward(implementation)(*x, *rest), *inputs)
+            out, pull = jax.vjp(lambda *x: function(*x, *rest), *inputs)
             return out, *pull(operands[0])
 
         return run

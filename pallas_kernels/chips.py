@@ -109,7 +109,7 @@ def compiler(chip: Chip) -> Iterator[Callable[..., Any]]:
 
     def compile(function: Callable[..., Any], *operands: Any) -> Any:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), operands)
-        options = {"xla_gpu_autotune_level": 0} if chip.kernels == "pallas_gpu" else {}
+        options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if chip.kernels == "pallas_gpu" else {}
         return jax.jit(function).lower(*placed).compile(compiler_options=options)
 
     with jax.set_mesh(mesh):

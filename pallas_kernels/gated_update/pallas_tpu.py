@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from elr_jax.typing import Array, Bool, Float, Hidden
+from pallas_kernels.blocks import dot, result
 from pallas_kernels.contract import narrow
-from pallas_kernels.tpu import LANES, column, dot, parameters, result
+from pallas_kernels.tpu import LANES, column, parameters
 
 ROWS = 1024
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from elr_jax.typing import Array, Float, Hidden
+from pallas_kernels.blocks import result
 from pallas_kernels.contract import narrow
-from pallas_kernels.tpu import parameters, result
+from pallas_kernels.tpu import parameters
 
 ELEMENTS = 128 * 1024
 """Elements a block: a dozen float32 arrays of this size fit in a core's vector memory."""

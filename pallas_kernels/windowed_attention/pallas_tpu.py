@@ -5,6 +5,7 @@ transposed, keys × rows: a row's maximum, sum and log-sum-exp are then lanes of
 (a column of them would take 128 times the room), and the backward products need no transposition of their own.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from elr_jax.typing import Array, Float, Keys, Queries, SegmentIds
+from pallas_kernels.blocks import dot, padded, result, round_up
 from pallas_kernels.contract import narrow
-from pallas_kernels.tpu import LANES, column, dot, parameters, result, round_up
+from pallas_kernels.tpu import LANES, column, parameters
 from pallas_kernels.windowed_attention.band import FLOOR, MASKED, Band, LogSumExp
 from pallas_kernels.windowed_attention.pallas_tpu_cached import cached as cached
 
@@ -287,21 +289,13 @@ def _prepared(band: Band, q: Queries, rows, keys, segments) -> tuple[_Blocks, tu
     length, heads = q.shape[1:3]
     share = heads // keys[0].shape[2]
     queries, per_block = _block_sizes(share, length, band)
-    padded = round_up(length, max(queries, per_block))
-    while padded % queries or padded % per_block:
-        padded += LANES
+    whole = round_up(length, math.lcm(queries, per_block))
     band = Band(band.near, None if band.far is not None and band.far >= length else band.far)
-    blocks = _Blocks(band, share, queries, per_block, padded)
-    rows = tuple(_padded(_to_rows(x, share), 3, padded) for x in rows)
-    keys = tuple(_padded(jnp.swapaxes(x, 1, 2), 2, padded) for x in keys)
-    segments = tuple(_padded(x.astype(jnp.int32)[:, None], 2, padded) for x in segments)
+    blocks = _Blocks(band, share, queries, per_block, whole)
+    rows = tuple(padded(_to_rows(x, share), 3, whole) for x in rows)
+    keys = tuple(padded(jnp.swapaxes(x, 1, 2), 2, whole) for x in keys)
+    segments = tuple(padded(x.astype(jnp.int32)[:, None], 2, whole) for x in segments)
     return blocks, rows, keys, segments
-
-
-def _padded(x: Array, axis: int, length: int) -> Array:
-    if x.shape[axis] == length:
-        return x
-    return jnp.pad(x, [(0, length - size) if j == axis else (0, 0) for j, size in enumerate(x.shape)])
 
 
 def _to_rows(x: Queries, share: int) -> Float[Array, "B K G T H"]:
@@ -316,7 +310,7 @@ def _from_rows(x: Float[Array, "B K G T H"], shape: tuple[int, ...]) -> Queries:
 def _to_sums(x: LogSumExp, blocks: _Blocks) -> Float[Array, "B K G T"]:
     batch, length, heads = x.shape
     x = x.reshape(batch, length, heads // blocks.share, blocks.share)
-    return _padded(jnp.transpose(x, (0, 2, 3, 1)), 3, blocks.length)
+    return padded(jnp.transpose(x, (0, 2, 3, 1)), 3, blocks.length)
 
 
 def _from_sums(x: Float[Array, "B K G T"], shape: tuple[int, ...]) -> LogSumExp:

@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from elr_jax.typing import Array, Float, Int, Queries
-from pallas_kernels.tpu import LANES, dot, parameters, result, round_up
+from pallas_kernels.blocks import dot, padded, result, round_up
+from pallas_kernels.tpu import LANES, parameters
 from pallas_kernels.windowed_attention.band import FLOOR, MASKED, LogSumExp
 
 SLOTS = 512
@@ -33,8 +34,7 @@ def cached(
     rows = jnp.transpose(q.reshape(batch, new, groups, share, width), (0, 2, 1, 3, 4)).reshape(batch, groups, -1, width)
     count = new * share
     block = min(ROWS, round_up(count, 16))  # a tile of bfloat16 has 16 rows
-    padded = round_up(count, block)
-    rows = jnp.pad(rows, [(0, 0), (0, 0), (0, padded - count), (0, 0)])
+    rows = padded(rows, 2, round_up(count, block))
     slots = min(SLOTS, size)
 
     def slot_block(b: Any, h: Any, r: Any, step: Any, lengths: Any) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def cached(
         partial(_kernel, size=size, share=share, window=window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, groups, padded // block, pl.cdiv(size, slots)),
+            grid=(batch, groups, rows.shape[2] // block, pl.cdiv(size, slots)),
             in_specs=[of_rows, of_slots, of_slots],
             out_specs=[of_rows, of_sums],
             scratch_shapes=[pltpu.VMEM((block, n), jnp.float32) for n in (width, LANES, LANES)],

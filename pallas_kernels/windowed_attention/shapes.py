@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.case import Case
 from pallas_kernels.windowed_attention.api import cached_attention, windowed_attention
+from pallas_kernels.windowed_attention.opponents import OPPONENTS
 
 
 def sequence(
@@ -23,6 +24,7 @@ def sequence(
         inputs=3,
         flops=4 * batch * length * heads * width * keys,
         scores=batch * heads * length * length,
+        opponents={name: (who, partial(call, window=window)) for name, (who, call) in OPPONENTS.items()},
     )
 
 

@@ -15,15 +15,12 @@ from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
 from elr_jax.train.step import init_state, train_step
+from pallas_kernels.bench import OPS, cases_of
 from pallas_kernels.chips import CHIPS, compiler
-from pallas_kernels.gated_update.shapes import CASES as GATED
-from pallas_kernels.sphere_step.shapes import CASES as SPHERE
-from pallas_kernels.windowed_attention.shapes import CASES as ATTENTION
 
 NEEDED = {"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}
 CALLS = {"pallas_tpu": ("tpu_custom_call",), "pallas_gpu": ("mosaic_gpu", "xla.gpu.triton")}
-OPS = {"windowed_attention": ATTENTION, "gated_update": GATED, "sphere_step": SPHERE}
-CASES = [pytest.param(case, id=f"{op}-{case.name}") for op, cases in OPS.items() for case in cases]
+CASES = [pytest.param(case, id=f"{op}-{case.name}") for op in OPS for case in cases_of(op)]
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
@@ -46,7 +43,8 @@ def test_an_op_compiles_to_its_kernels(chip, case, form):
     if form == "gradients" and not case.inputs:
         pytest.skip("has no gradients")
     with compiler(chip) as compile:
-        compiled = compile(getattr(case, form)(chip.kernels), *case.operands)
+        call = case.forward(chip.kernels)
+        compiled = compile(call if form == "forward" else case.gradients(call), *case.operands)
     found, least = kernels_in(chip, compiled), {"forward": 1, "gradients": 2}[form]
     assert found >= least, f"{case.name} {form} on {chip.name}: {found} kernels, {least} or more expected"
     temporary = compiled.memory_analysis().temp_size_in_bytes
