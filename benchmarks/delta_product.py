@@ -7,6 +7,9 @@ on a token's first step, its query on the last), eager as transformers runs it; 
 time to double with the length, and the chunks ahead of both.
 """
 
+# pyright: reportMissingImports=false
+# torch and transformers are in the parity extra alone
+
 import dataclasses
 import importlib.util
 import json
