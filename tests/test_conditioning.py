@@ -17,9 +17,9 @@ from elr_jax.errors import ElrError
 from elr_jax.layers import make_context
 from elr_jax.layers.mlp import mlp
 from elr_jax.layers.norms import rms_norm
-from elr_jax.loop import step_size
 from elr_jax.params import init_params
 from elr_jax.residual import sub_layer
+from pallas_kernels.gated_update import step_size
 
 KEY = jax.random.key(5)
 TOLD = ConditioningConfig(width=6, sinusoids=4, rank=3)
@@ -203,9 +203,9 @@ def test_rounds_and_coda_get_the_conditions_in_their_order():
     def layer(x, weights, told):
         return sub_layer("-", x, weights, make_context(TOKENS, TOKENS, config).replace(condition=told), config)[0]
 
-    states = jax.jit(partial(model.states, config=config))(params, TOKENS, depth)
+    states, gate = jax.jit(partial(model.states, config=config))(params, TOKENS, depth), params.loop.update
     for i in (0, 1):
-        step = step_size(params.loop.update, states[i], eps=config.norm_eps)
+        step = step_size(states[i], gate.weight, gate.bias, gate.gain, eps=config.norm_eps)
         assert_close(states[i + 1], states[i] + step * (layer(states[i], params.core[0], c[i]) - states[i]))
     last = rms_norm(layer(states[-1], params.coda[0], c[-1]), params.norm, eps=config.norm_eps)
     assert_close(last @ params.head, forward(params, depth, config=config))
