@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 from elr_jax.typing import Array, Float, Keys, Queries, SegmentIds
 from pallas_kernels.blocks import dot, padded, result, round_up
 from pallas_kernels.contract import narrow
+from pallas_kernels.windowed_attention import pallas_gpu_hopper
 from pallas_kernels.windowed_attention.band import FLOOR, MASKED, Band, LogSumExp
 from pallas_kernels.windowed_attention.pallas_gpu_cached import cached as cached
 
@@ -59,7 +60,9 @@ class _Blocks(NamedTuple):
 def forward(
     q: Queries, k: Keys, v: Keys, query_segments: SegmentIds, key_segments: SegmentIds, *, band: Band
 ) -> tuple[Queries, LogSumExp]:
-    """`xla.attention`, one kernel."""
+    """`xla.attention`, one kernel; on Hopper through Mosaic GPU."""
+    if pallas_gpu_hopper.serves(q):
+        return pallas_gpu_hopper.forward(q, k, v, query_segments, key_segments, band=band)
     blocks, arrays, ids = _prepared(band, (q, k, v), (query_segments, key_segments))
     length, heads = q.shape[1:3]
     out, lse = _call(_forward_kernel, blocks, (*arrays, *ids), rows=heads, outputs=[("rows", q.dtype), ("sums", None)])

@@ -45,12 +45,12 @@ def normal(seed, *shape, dtype="float32"):
     return jax.random.normal(jax.random.key(seed), shape).astype(jnp.dtype(dtype))
 
 
-def check(op, reference, inputs, dtype, interpreter=interpreted, **options):
-    """Value and gradients of an op's TPU kernel, interpreted, and of its XLA form against the reference."""
+def check(op, reference, inputs, dtype, interpreter=interpreted, kernels="pallas_tpu", **options):
+    """Value and gradients of an op's kernels, interpreted, and of its XLA form against the reference."""
     cotangent = normal(99, *inputs[0].shape, dtype=dtype)
     expected = pulled(partial(reference, **options), inputs, cotangent)
     assert_near(pulled(partial(op, **options), inputs, cotangent), expected, dtype)
     with interpreter():
-        found = pulled(partial(op, **options, implementation="pallas_tpu"), inputs, cotangent)
+        found = pulled(partial(op, **options, implementation=kernels), inputs, cotangent)
     assert_near(found, expected, dtype)
     return found

@@ -52,6 +52,13 @@ def test_blocks_of_rows_and_columns(run, sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("run", [run_gated, run_sphere])
+@pytest.mark.parametrize("sizes", [(2, 70, 256, "float32"), (3, 5, 384, "bfloat16")])
+def test_gpu_kernels(run, sizes):
+    run(*sizes, interpreter=plain_interpreter, kernels="pallas_gpu")
+
+
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(
     st.integers(1, 4), st.integers(1, 40), st.sampled_from([128, 256, 640]), st.sampled_from(["float32", "bfloat16"])

@@ -1,5 +1,7 @@
 """Attention's TPU kernels, interpreted, and its XLA form against every pair of tokens spelled out."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,21 @@ from hypothesis import strategies as st
 from interpreted import assert_near, check, interpreted, normal
 
 from elr_jax.errors import ElrError
-from pallas_kernels.interpret import plain_interpreter
-from pallas_kernels.windowed_attention import cached_attention, held_positions, reference, windowed_attention
+from pallas_kernels.interpret import gpu_interpreter, plain_interpreter
+from pallas_kernels.windowed_attention import (
+    cached_attention,
+    held_positions,
+    pallas_gpu_hopper,
+    reference,
+    windowed_attention,
+    xla,
+)
+from pallas_kernels.windowed_attention.band import Band
 from pallas_kernels.windowed_attention.pallas_tpu_cached import _tokens
 
 
 def run_sequence(length, heads, share, width, window, dtype, *, lengths, joint, documents, **how):
-    """One op on random rows, with documents, rows of their own length and global keys where asked."""
+    """The op on random rows, with documents, rows of their own length and global keys where asked."""
     groups, batch = heads // share, 2
     q = normal(0, batch, length, heads, width, dtype=dtype)
     keys = [normal(j, batch, length, groups, width, dtype=dtype) for j in range(1, 5 if joint else 3)]
@@ -94,7 +104,7 @@ def test_a_cache_is_slots_and_new_tokens_spelled_out(sizes, dtype):
     run_cached(sizes, dtype, interpreted)
 
 
-def run_cached(sizes, dtype, interpreter):
+def run_cached(sizes, dtype, interpreter, kernels="pallas_tpu"):
     batch, new, heads, share, width, slots, window, before = sizes
     groups = heads // share
     q = normal(0, batch, new, heads, width, dtype=dtype)
@@ -104,8 +114,54 @@ def run_cached(sizes, dtype, interpreter):
     expected = [reference.cached_attention(*operands, window=window)]
     assert_near([cached_attention(*operands, window=window)], expected, dtype)
     with interpreter():
-        run = jax.jit(lambda *x: cached_attention(*x, window=window, implementation="pallas_tpu"))
+        run = jax.jit(lambda *x: cached_attention(*x, window=window, implementation=kernels))
         assert_near([run(*operands)], expected, dtype)
+
+
+@pytest.mark.parametrize("kernels", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, dtype", CACHES[:2])
+def test_plainly_interpreted_caches(sizes, dtype, kernels):
+    run_cached(sizes, dtype, plain_interpreter, kernels)
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(st.data())
+def test_any_shape_on_gpu(data):
+    """Triton's kernels have no interpreter that knows a GPU; their mathematics is what is tested here."""
+    length, share = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([1, 8]))
+    run_sequence(
+        length,
+        share,
+        share,
+        data.draw(st.sampled_from([16, 64])),
+        data.draw(st.none() | st.integers(1, 250)),
+        data.draw(st.sampled_from(["float32", "bfloat16"])),
+        lengths=jnp.array(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2))),
+        joint=data.draw(st.booleans()),
+        documents=data.draw(st.booleans()),
+        interpreter=plain_interpreter,
+        kernels="pallas_gpu",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "length, share, width, band",
+    [(100, 2, 64, Band(0, 70)), (200, 1, 128, Band(0, None)), (130, 2, 64, Band(60, None))],
+)
+def test_hoppers_kernel_is_the_xla_form(length, share, width, band):
+    """Mosaic GPU's interpreter, with races looked for; JAX has it since 0.12."""
+    mosaic = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    if not hasattr(mosaic, "force_gpu_interpret_mode"):
+        pytest.skip("this JAX can't interpret Mosaic GPU kernels")
+    q = normal(0, 2, length, 2, width, dtype="bfloat16")
+    k, v = (normal(j, 2, length, 2 // share, width, dtype="bfloat16") for j in (1, 2))
+    ids = jnp.where(jnp.arange(length) < length // 3, 4, 1)[None].repeat(2, 0)
+    with gpu_interpreter(detect_races=True):
+        found = jax.jit(partial(pallas_gpu_hopper.forward, band=band))(q, k, v, ids, ids)
+    assert_near(found, xla.attention(q, k, v, ids, ids, band=band), "bfloat16")
 
 
 @pytest.mark.parametrize("size, start, slots", [(7, 0, 7), (7, 4, 4), (1, 0, 1)])
