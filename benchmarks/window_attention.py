@@ -6,6 +6,9 @@ Same arrays, float32, forward and forward with gradients; the longer the sequenc
 this library ahead from T = 2048 on, and its time to double with T. Needs `pip install -e '.[parity]'`.
 """
 
+# pyright: reportMissingImports=false
+# torch is in the parity extra alone
+
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels share: loads whose signature differs between JAX's releases, and which chips they are for."""
+"""What the Mosaic GPU kernels share: loads whose signature differs between JAX releases, and the chips they are for."""
 
 from inspect import signature
 from typing import Any
@@ -35,7 +35,8 @@ def accumulated(total: Array, a: Any, b: Any) -> Array:
     """total + a b for an array a, in the total's own registers; JAX's interpreter knows neither."""
     if interpreting():
         return total + dot(a, b[...], (1, 0))
-    return pl.run_state(lambda into: plgpu.wgmma(into, a, b))(plgpu.ACC.init(total))
+    summed: Any = pl.run_state(lambda into: plgpu.wgmma(into, a, b))(plgpu.ACC.init(total))
+    return summed
 
 
 def available() -> bool:

@@ -1,4 +1,4 @@
-"""Attention inside a band on Hopper, through Mosaic GPU: asynchronous copies of key blocks behind asynchronous products."""
+"""Attention inside a band on Hopper, through Mosaic GPU: key blocks are copied while products of earlier ones run."""
 
 from functools import partial
 from typing import Any
