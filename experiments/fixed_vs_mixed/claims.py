@@ -32,6 +32,7 @@ CLAIMS = (
         claim="the mixed model improves with every loop",
         source="1.683 → 1.627 nats at 1–5",
         ours=lambda results: f"{curve(results, 'text_mixed')}; plain {curve(results, 'text_plain')}",
+        verdict="mixed",
     ),
     Claim(
         claim="trained at one loop only, the gated model beats the plain one",
@@ -44,5 +45,6 @@ CLAIMS = (
         ours=lambda results: "; ".join(
             f"{name} {curve(results, f'chase_{name}', metric='accuracy')}" for name in ("mixed", "fixed_1", "fixed_4")
         ),
+        verdict="worked",
     ),
 )
