@@ -77,7 +77,7 @@ def test_bounded_is_scan_bit_for_bit(name, changes, remat, backprop_loops):
     bounded, scan = (Runtime(loop=form, remat=remat) for form in ("bounded", "scan"))
     run = partial(gradient, params_of(config), config=config, backprop_loops=backprop_loops)
     # where gradients are taken, XLA fuses the elementwise chains of a D differently in the two: a rounding apart
-    same = partial(assert_close, rtol=2e-5) if "D" in config.layers else assert_same_bits
+    same = partial(assert_close, rtol=5e-5) if "D" in config.layers else assert_same_bits
     for depth in (DEPTHS, [2, 2, 2], [1, 1, 1]):
         same(run(jnp.array(depth), runtime=bounded), run(jnp.array(depth), runtime=scan))
 

@@ -97,7 +97,8 @@ def generate(
         dtype=runtime.dtype,
     )
     settings = {"config": config, "runtime": runtime, "greedy": not np.any(requests.temperature > 0)}
-    params = _cast(params, config=config, runtime=runtime)
+    if not isinstance(params, model.WorkingCopy):
+        params = _cast(params, config=config, runtime=runtime)
     reports = _reports(params, state, batch, requests, prefill_chunk, settings)
     with _progress_bar(int(requests.limit.sum()), shown=progress) as advance:
         return _collect(reports, requests, on_token, advance)

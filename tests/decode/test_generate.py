@@ -11,7 +11,7 @@ from cases import RULES, assert_same_bits, perturb, small_model, tiny_dory
 
 from elr_jax import model
 from elr_jax.config import Runtime
-from elr_jax.decode import Sampling, decode_step, generate, prefill, start
+from elr_jax.decode import Sampling, decode_step, generate, prefill, start, working_copy
 from elr_jax.decode import prompts as asked
 from elr_jax.errors import ElrError
 
@@ -51,6 +51,12 @@ REQUESTS = {
     "allow_longer": True,
 }
 mixed = partial(generate, PARAMS, config=CONFIG, **REQUESTS)
+
+
+def test_a_working_copy_generates_the_same():
+    request = {"config": CONFIG, "loops": [2, 4], "max_new_tokens": 4}
+    copy = working_copy(PARAMS, config=CONFIG)
+    assert generate(copy, PROMPTS[:2], **request) == generate(PARAMS, PROMPTS[:2], **request)
 
 
 def alone(params, prompt, *, config, mode="per_loop", positions=None, **request):
