@@ -44,7 +44,7 @@ def choose(
         ElrError: an unknown name, or a kernel that can't run.
     """
     if implementation is None:
-        found = best.get(target_platform(), "xla")
+        found = best.get(target_platform(), "xla") if _whole() else "xla"
         return Choice(op=op, implementation="xla" if found == "xla" or refusal(found) else found, named=False)
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
@@ -61,6 +61,15 @@ def target_platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device or default
     name = getattr(device, "platform", device) or jax.default_backend()
     return "cuda" if name == "gpu" else name
+
+
+def _whole() -> bool:
+    """Whether arrays are whole here, or cut by `shard_map`: XLA would gather what it cut itself for a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return all(kind == jax.sharding.AxisType.Manual or mesh.shape[name] == 1 for name, kind in kinds)
 
 
 def run(choice: Choice, kernel: Callable[..., Any], xla: Callable[..., Any], *operands: Any) -> Any:

@@ -23,9 +23,9 @@ kernel = partial(windowed_attention, window=20, implementation="pallas_tpu")
 plain = partial(windowed_attention, window=20, implementation="xla")
 
 
-def tpu_mesh():
+def tpu_mesh(size=1, kind=AxisType.Auto):
     device = jax.sharding.AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
-    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    return AbstractMesh((size,), ("x",), axis_types=(kind,), abstract_device=device)
 
 
 def test_without_a_name_the_best_form_of_the_target_runs():
@@ -37,6 +37,13 @@ def test_without_a_name_the_best_form_of_the_target_runs():
         assert choose("op", None, best=best, refusal=able).implementation == "pallas_tpu"
         assert choose("op", None, best=best, refusal=unable).implementation == "xla"
         assert choose("op", None, best={}, refusal=able).implementation == "xla"
+
+
+@pytest.mark.parametrize("kind, form", [(AxisType.Auto, "xla"), (AxisType.Manual, "pallas_tpu")])
+def test_arrays_that_xla_cuts_get_no_kernel_unasked(kind, form):
+    """A kernel is one device's: XLA would gather its operands, where `shard_map` hands it the shards."""
+    with jax.sharding.use_abstract_mesh(tpu_mesh(4, kind)):
+        assert choose("op", None, best={"tpu": "pallas_tpu"}, refusal=lambda name: None).implementation == form
 
 
 def test_a_kernel_nobody_named_gives_way_on_another_platform():
