@@ -35,8 +35,9 @@ test-all: test test-slow ## Run all tests
 aot: ## Compile every kernel and a training step for TPUs and H200 (none is needed), in an environment of its own
 	$(MAKE) aot-tests VENV=.venv-aot
 
+# One process: libtpu's lock file lets one load it at a time.
 aot-tests: $(AOT)
-	$(PYTEST) -m aot
+	$(BIN)/python -m pytest -m aot --timeout 1800
 
 test-newest: ## Run the default tests in a second environment with the Python NEWEST (python3.12)
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
