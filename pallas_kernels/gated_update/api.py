@@ -29,7 +29,10 @@ def gated_update(
 ) -> Hidden:
     """s + β ⊙ (r − s) for active examples and s for the others, β = σ(RMSNorm(s) W + b) ⊙ softplus(γ). [ELR]
 
-    BYTES
+    Array traffic with X = B·T·D elements: a norm, a product and an update in passes of their own move s, ŝ, ŝ, z, z, s,
+    r and s', 8 X, beside W; one kernel reads s for the product, once for each block of columns, and at its end s and r,
+    and writes s': 4 X where a block has all columns. Logits are made again in the backward pass, so nothing but the
+    operands is kept.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
