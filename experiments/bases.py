@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elr_jax.config import ModelConfig
+from elr_jax.config import ConditioningConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Fixed, PerExample
-from elr_jax.presets import PLAIN
+from elr_jax.presets import PLAIN, TINY_CONDITIONING
 from elr_jax.train.data import DataConfig
 from elr_jax.train.settings import Recipe
 from experiments.elastic_text.cells import recipe as text_recipe
@@ -89,6 +89,12 @@ def with_law(law: Callable[[int, float], DepthLaw]) -> Variant:
 def with_rule(**changes: str) -> Variant:
     """Another loop rule."""
     return lambda recipe: with_model(recipe, loop=dataclasses.replace(recipe.model.loop, **changes))
+
+
+def conditioned(recipe: Recipe, **changes: bool) -> Recipe:
+    """Told progress and budget from the first step, with some of it left out; small models get small conditioning."""
+    told = TINY_CONDITIONING if recipe.model.d_model <= 128 else ConditioningConfig()
+    return with_model(recipe, conditioning=dataclasses.replace(told, **changes))
 
 
 def with_model(recipe: Recipe, **changes: object) -> Recipe:

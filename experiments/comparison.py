@@ -31,14 +31,16 @@ class Score(NamedTuple):
 
     metric: str
     label: str
-    worst: float
-    """How far beyond the plain model's value the figure's axis goes; what lies further is in the table."""
+    limits: tuple[float, float] | None
+    """Of the figure's axis; None: from the lowest value to `ROOM` above the plain model's."""
 
 
 SCORES = {
-    "text": Score("bits_per_byte", "validation bits per byte", 0.15),
-    "chase": Score("accuracy", "accuracy over 1 to 5 hops", -1.0),
+    "text": Score("bits_per_byte", "validation bits per byte", None),
+    "chase": Score("accuracy", "accuracy over 1 to 5 hops", (0, 1.03)),
 }
+ROOM = 0.15
+"""What lies further above the plain model is in the table; it would flatten all else."""
 
 
 def main(
@@ -78,9 +80,10 @@ def draw(axis: Any, results: Results, names: list[str], score: Score) -> None:
     loops_axis(axis, max(results.values(name, score.metric).shape[1] for name in names))
     axis.set_ylabel(score.label)
     axis.legend(fontsize="small")
-    lowest = min(float(results.values(name, score.metric).min()) for name in names)
-    plain = [float(results.values(name, score.metric).max()) for name in names if name.endswith("_plain")]
-    if score.worst > 0 and plain:
-        axis.set_ylim(lowest - 0.02, max(plain) + score.worst)
-    else:
-        axis.set_ylim(0, 1.03)
+    limits = score.limits
+    plain = [results.values(name, score.metric).max() for name in names if name.endswith("_plain")]
+    if limits is None and plain:
+        lowest = min(results.values(name, score.metric).min() for name in names)
+        limits = lowest - 0.02, max(plain) + ROOM
+    if limits is not None:
+        axis.set_ylim(*limits)

@@ -87,9 +87,9 @@ def curve(results: Results, cell: str, *, metric: str = "bits_per_byte") -> str:
     return " / ".join(f"{value:.3f}" for value in results.mean(cell, metric))
 
 
-def above(results: Results, cell: str, other: str = "plain", *, loops: int = 1, metric: str = "bits_per_byte") -> str:
-    """How much a cell reads above another at a loop count, over the seeds both have."""
-    difference = results.paired(cell, other, metric, loops=loops)
+def above(results: Results, cell: str, other: str = "plain", *, loops: int | None = 1) -> str:
+    """How many bits per byte a cell reads above another at a loop count (None: the last), over the seeds both have."""
+    difference = results.paired(cell, other, "bits_per_byte", loops=loops)
     spread = f" ±{difference.std(ddof=1):.3f}" if len(difference) > 1 else ""
     return f"{difference.mean():+.3f}{spread}"
 

@@ -72,12 +72,12 @@ class Results:
         """The mean of `values` over seeds."""
         return self.values(cell, metric).mean(axis=0)
 
-    def paired(self, cell: str, other: str, metric: str, *, loops: int) -> np.ndarray:
-        """Differences of two cells at a loop count, seed by seed; a plain model has the same value at all of them."""
+    def paired(self, cell: str, other: str, metric: str, *, loops: int | None) -> np.ndarray:
+        """Differences of two cells at a loop count (None: the last), seed by seed; a plain model has one for all."""
 
         def at(name: str) -> dict[int, float]:
             values = {line["seed"]: line["metrics"][metric] for line in self.of(name)}
-            return {seed: row[min(loops, len(row)) - 1] for seed, row in values.items()}
+            return {seed: row[min(loops or len(row), len(row)) - 1] for seed, row in values.items()}
 
         first, second = at(cell), at(other)
         seeds = sorted(first.keys() & second.keys())

@@ -1,27 +1,19 @@
 """What layers are told of the loop, and what they can do with it."""
 
-import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
-from elr_jax.presets import TINY_CONDITIONING
-from experiments.bases import Variant, plain, reference, variant_cells, with_model
+from experiments.bases import conditioned, plain, reference, variant_cells
 from experiments.sweep import Cell
-
-
-def conditioned(**changes: bool) -> Variant:
-    """Conditioning from the first step, with some of it left out."""
-    told = dataclasses.replace(TINY_CONDITIONING, **changes)
-    return lambda recipe: with_model(recipe, conditioning=told)
-
 
 VARIANTS = {
     "plain": plain,
     "off": reference,
-    "progress": conditioned(budget=False),
-    "both": conditioned(),
-    "no_scale_shift": conditioned(scale_shift=False),
-    "no_low_rank": conditioned(low_rank=False),
-    "no_rescale": conditioned(rescale=False),
+    "progress": partial(conditioned, budget=False),
+    "both": conditioned,
+    "no_scale_shift": partial(conditioned, scale_shift=False),
+    "no_low_rank": partial(conditioned, low_rank=False),
+    "no_rescale": partial(conditioned, rescale=False),
 }
 HEADLINE = ["text_plain", "text_off", "text_progress", "text_both", "chase_off"]
 

@@ -11,11 +11,10 @@ def _fixed(loops: int) -> Variant:
     return with_law(lambda k, forced: Fixed(loops=loops))
 
 
-VARIANTS = {"plain": plain, "mixed": reference, **{f"fixed_{k}": _fixed(k) for k in (1, 2, 3, 4)}}
-HEADLINE = ["text_plain", "text_mixed", "text_fixed_1", "text_fixed_4", "chase_mixed"]
-
-
 def cells(references: Mapping[str, Cell]) -> list[Cell]:
-    """All cells."""
+    """All cells, with a specialist for each loop count of the text's reference."""
+    most = references["text"].recipe.depth.max_loops
+    variants = {"plain": plain, "mixed": reference, **{f"fixed_{k}": _fixed(k) for k in range(1, most + 1)}}
     chase = ["plain", "mixed", "fixed_1", "fixed_4"]
-    return variant_cells(VARIANTS, references, headline=HEADLINE, tasks={"text": [*VARIANTS], "chase": chase})
+    headline = ["text_plain", "text_mixed", "text_fixed_1", f"text_fixed_{most}", "chase_mixed"]
+    return variant_cells(variants, references, headline=headline, tasks={"text": [*variants], "chase": chase})

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from elr_jax.depth import Switch
-from elr_jax.presets import TINY_CONDITIONING
 from elr_jax.train.settings import Recipe
-from experiments.bases import Variant, plain, variant_cells, with_model
+from experiments.bases import Variant, conditioned, plain, variant_cells
 from experiments.sweep import Cell
 
 
@@ -14,7 +13,7 @@ def switched(after: float) -> Variant:
     """Conditioned, at one loop for a share of the steps."""
 
     def change(recipe: Recipe) -> Recipe:
-        recipe, law = with_model(recipe, conditioning=TINY_CONDITIONING), recipe.depth
+        recipe, law = conditioned(recipe), recipe.depth
         assert not isinstance(law, Switch), "the reference mixes from the first step"
         return dataclasses.replace(recipe, depth=Switch(after=after, law=law)) if after else recipe
 

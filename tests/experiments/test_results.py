@@ -28,6 +28,17 @@ def test_only_the_newest_recipe_counts_and_the_newest_line_of_a_seed():
     assert results.digests == {"plain": "b"}
 
 
+def test_differences_are_paired_by_seed():
+    """At a loop count, at the last one, and against a model that has a single one; seeds of one cell alone are out."""
+    lines = [line("a", seed, loss=[seed + 5, seed + 3]) for seed in (2, 0, 1)]
+    lines += [line("b", seed, loss=[2 * seed]) for seed in (1, 2, 7)]
+    results = Results(lines, "cpu")
+    np.testing.assert_array_equal(results.paired("a", "b", "loss", loops=1), [4, 3])
+    np.testing.assert_array_equal(results.paired("a", "b", "loss", loops=None), [2, 1])
+    with pytest.raises(KeyError, match="share no seed"):
+        Results([line("a", 0), line("b", 1)], "cpu").paired("a", "b", "loss", loops=1)
+
+
 def test_a_claim_without_its_cells_is_not_evaluated():
     claim = Claim(claim="c", source="1", ours=lambda r: f"{r.mean('plain', 'loss')[0]:.1f}", verdict="worked")
     assert claim.judge(Results([line(loss=[2])], "cpu")) == ("2.0", "worked")
