@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import any_calls, extend, row_of, run_calls
 from cases import assert_close, assert_same_bits, perturb, small_model
 from delta_reference import delta_layer
 from hypothesis import example, given, settings
@@ -19,7 +20,6 @@ from elr_jax.layers import LAYERS, make_context
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(3)
 LOOPS, WIDTH, TOTAL, VOCAB = 3, 5, 14, 13
-extend = jax.jit(model.extend, static_argnames=("config", "fresh", "last_only"))
 RULE = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=LOOPS)
 HYBRID = small_model(RULE, prelude="", core="D*", coda="")
 PARAMS = perturb(jax.jit(model.init, static_argnums=1)(KEY, HYBRID), scale=0.2)
@@ -96,38 +96,20 @@ def reference(tokens, calls, mode):
     return np.concatenate(logits)
 
 
-def run_calls(calls, mode="per_loop", rows=None):
-    """Logits of each row's tokens and the cache after calls of ([new tokens], [depth]) for all rows."""
-    tokens = TOKENS if rows is None else TOKENS[rows]
-    cache = init_cache(HYBRID, len(tokens), TOTAL, loops=LOOPS, mode=mode)
-    start, logits = np.zeros(len(tokens), int), [[] for _ in tokens]
-    for new, depth in calls:
-        width = WIDTH if max(new) > 1 else 1
-        chunk = np.full((len(tokens), width), 5)
-        for row, count in enumerate(new):
-            chunk[row, :count] = tokens[row, start[row] : start[row] + count]
-        out, cache = extend(PARAMS, chunk, jnp.array(depth), cache, new=jnp.array(new), config=HYBRID)
-        for row, count in enumerate(new):
-            logits[row].append(out[row, :count])
-        start += new
-    return [np.concatenate(row) for row in logits], cache
+def run(calls, mode="per_loop", tokens=TOKENS):
+    return run_calls(PARAMS, tokens, calls, mode, config=HYBRID, width=WIDTH)
 
 
-CALLS = st.lists(
-    st.tuples(*[st.lists(st.integers(low, high), min_size=2, max_size=2) for low, high in ((0, WIDTH), (1, LOOPS))]),
-    min_size=2,
-    max_size=8,
-).filter(lambda calls: all(1 <= sum(new[row] for new, _ in calls) <= TOTAL for row in range(2)))
 DEEP_SHALLOW_DEEP = [([4, 5], [3, 1]), ([1, 1], [1, 2]), ([1, 0], [1, 3]), ([2, 1], [3, 3]), ([1, 1], [2, 1])]
 
 
-@given(CALLS, st.sampled_from(["per_loop", "last_loop"]))
+@given(any_calls(WIDTH, LOOPS, TOTAL), st.sampled_from(["per_loop", "last_loop"]))
 @example(DEEP_SHALLOW_DEEP, "per_loop")
 @example(DEEP_SHALLOW_DEEP, "last_loop")
 @settings(max_examples=4)
 def test_any_calls_at_any_depths_are_the_reference(calls, mode):
     """A deep token after shallow ones finds its own round's state, with every token in it."""
-    logits, cache = run_calls(calls, mode)
+    logits, cache = run(calls, mode)
     for row in range(2):
         own = [(new[row], depth[row]) for new, depth in calls if new[row]]
         expected = reference(TOKENS[row], own, mode)
@@ -135,18 +117,14 @@ def test_any_calls_at_any_depths_are_the_reference(calls, mode):
         assert cache.length[row] == len(expected)
 
 
-def row_of(cache, row):
-    return jax.tree.map(lambda leaf: leaf[:, row], (cache.prelude, cache.core, cache.coda))
-
-
 def test_a_row_is_the_row_alone_in_logits_and_cache():
     """Depths 2 beside 3 in chunks and steps; other neighbours change no bit."""
     calls = [([4, 2], [2, 3]), ([1, 1], [2, 1]), ([2, 4], [2, 3])]
-    logits, cache = run_calls(calls)
-    alone, own = run_calls([(new[:1], depth[:1]) for new, depth in calls], rows=[0])
+    logits, cache = run(calls)
+    alone, own = run([(new[:1], depth[:1]) for new, depth in calls], tokens=TOKENS[:1])
     np.testing.assert_allclose(logits[0], alone[0], atol=5e-5)
     assert_close(row_of(cache, 0), row_of(own, 0), rtol=1e-4)
-    beside, other = run_calls([([new[0], 1], [depth[0], 1]) for new, depth in calls])
+    beside, other = run([([new[0], 1], [depth[0], 1]) for new, depth in calls])
     assert_same_bits(logits[0], beside[0])
     assert_same_bits(row_of(cache, 0), row_of(other, 0))
 
@@ -154,7 +132,7 @@ def test_a_row_is_the_row_alone_in_logits_and_cache():
 @pytest.mark.parametrize("width", [1, WIDTH])
 def test_rows_without_tokens_and_padding_leave_no_trace(width):
     """A row at depth 0 beside one that runs, and what stands after a row's last token."""
-    _, before = run_calls([([4, 3], [3, 2])])
+    _, before = run([([4, 3], [3, 2])])
     after = []
     for padding, depth in ((5, 0), (11, 3)):
         chunk = np.full((2, width), padding)
@@ -168,7 +146,7 @@ def test_rows_without_tokens_and_padding_leave_no_trace(width):
 
 def test_rounds_not_run_leave_no_trace_of_a_neighbour():
     """A batch whose deepest row runs one round, and three: the row at depth 1 gets the same logits and cache."""
-    shallow, deep = (run_calls([([5, 5], [1, depth]), ([1, 1], [1, depth])]) for depth in (1, 3))
+    shallow, deep = (run([([5, 5], [1, depth]), ([1, 1], [1, depth])]) for depth in (1, 3))
     assert_same_bits(shallow[0][0], deep[0][0])
     assert_same_bits(row_of(shallow[1], 0), row_of(deep[1], 0))
 
@@ -186,8 +164,8 @@ def test_states_are_kept_for_each_loop_in_both_modes(mode):
 def test_a_state_outlives_shallow_tokens():
     """Slot 2 still holds what a prompt wrote in its third round after a token of one round, faded and corrected."""
     prompt, depths = ([5, 5], [3, 3]), ([1, 1], [1, 3])
-    _, cache = run_calls([prompt, depths])
-    _, own = run_calls([([5, 5], [1, 1]), ([1, 1], [1, 1])])
+    _, cache = run([prompt, depths])
+    _, own = run([([5, 5], [1, 1]), ([1, 1], [1, 1])])
     kept, overwritten = (entry.core[0].state[2, 0] for entry in (cache, own))
     assert jnp.abs(kept - cache.core[0].state[0, 0]).max() > 0.01 * jnp.abs(kept).max()
     assert jnp.abs(kept - overwritten).max() > 0.01 * jnp.abs(kept).max()
