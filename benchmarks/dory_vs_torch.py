@@ -29,7 +29,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import Timing, machine, race
+from benchmarks.timing import Timing, machine, race, require_torch
 from checkpoints_convert import load_dory
 from checkpoints_convert.random_dory import write_random_dory
 from elr_jax import decode, flops, model
@@ -37,7 +37,7 @@ from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, Runtime, SphereConfig
 from elr_jax.decode.prompts import pack_requests
 from elr_jax.decode.sampling import GREEDY
-from elr_jax.errors import ElrError, one_line_errors
+from elr_jax.errors import one_line_errors
 from elr_jax.presets import DORY
 from elr_jax.typing import Array
 
@@ -223,10 +223,7 @@ class Peer:
 
 def load_peer(path: Path, sizes: Sizes, *, threads: int) -> Peer:
     """transformers' model of the checkpoint, or the plain one."""
-    if importlib.util.find_spec("torch") is None:
-        raise ElrError("torch is not installed: pip install 'elr-jax[parity]'")
-    import torch
-
+    torch = require_torch()
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if importlib.util.find_spec("transformers.models.dory") is None:

@@ -1,5 +1,6 @@
 """Alternating timings in one process, and what they were taken on."""
 
+import importlib
 import os
 import platform
 import statistics
@@ -8,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+
+from elr_jax.errors import ElrError
 
 
 class Timing(NamedTuple):
@@ -28,6 +31,14 @@ def race(contestants: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[
             jax.block_until_ready(run())
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(statistics.median(taken), min(taken)) for name, taken in seconds.items()}
+
+
+def require_torch() -> Any:
+    """PyTorch, or a line that says how to get it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ElrError("torch is not installed: pip install 'elr-jax[parity]'") from error
 
 
 def machine() -> dict[str, str | int | float]:

@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import machine, race
+from benchmarks.timing import machine, race, require_torch
 from elr_jax.errors import ElrError, one_line_errors
 from pallas_kernels.windowed_attention import windowed_attention
 
@@ -100,8 +100,7 @@ def _jax_forms(arrays: list[np.ndarray], window: int) -> dict[str, Callable[[], 
 
 
 def _torch_forms(arrays: list[np.ndarray], window: int) -> dict[str, Callable[[], Any]]:
-    import torch
-
+    torch = require_torch()
     q, k, v, cotangent = (torch.from_numpy(np.swapaxes(x, 1, 2).copy()) for x in arrays)
     position = torch.arange(q.shape[2])
     behind = position[:, None] - position

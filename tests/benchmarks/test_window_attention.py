@@ -1,6 +1,7 @@
 """The window attention benchmark at its smallest: both sides agree, and its figures are those of its race."""
 
 import json
+import sys
 
 import pytest
 
@@ -16,6 +17,12 @@ def test_the_smallest_run(tmp_path):
     assert [row["pass"] for row in rows] == ["forward", "gradients"]
     assert all(row["torch / jax"] == pytest.approx(row["torch ms"] / row["jax ms"]) for row in rows)
     assert json.loads(path.read_text())["rows"] == rows
+
+
+def test_without_torch_one_line_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ElrError, match=r"torch is not installed: pip install 'elr-jax\[parity\]'"):
+        main(WindowAttention(lengths=(5,), window=3, heads=1, head_dim=4, repeats=1))
 
 
 def test_sizes_of_nothing_are_refused():
