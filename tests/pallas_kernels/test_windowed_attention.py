@@ -86,8 +86,8 @@ def test_any_shape(data):
 
 CACHES = [
     # batch · new · heads · share · width · slots · window · tokens before
-    pytest.param((3, 1, 4, 2, 8, 40, None, [0, 7, 40]), "float32", id="linear"),
-    pytest.param((3, 3, 2, 1, 8, 5, 5, [0, 4, 23]), "float32", id="ring"),
+    pytest.param((3, 1, 4, 2, 16, 40, None, [0, 7, 40]), "float32", id="linear"),
+    pytest.param((3, 3, 2, 1, 16, 5, 5, [0, 4, 23]), "float32", id="ring"),
     pytest.param((2, 1, 2, 2, 64, 1100, 100, [900, 1100]), "bfloat16", id="window on linear"),
     pytest.param((2, 2, 8, 8, 8, 600, 600, [1305, 300]), "float32", id="turned ring"),
     pytest.param((1, 130, 8, 8, 8, 70, 70, [33]), "float32", id="chunk"),
