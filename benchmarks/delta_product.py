@@ -12,24 +12,20 @@ time to double with the length, and the chunks ahead of both.
 
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import machine, race
 from elr_jax.errors import one_line_errors
 from elr_jax.layers.delta_rule import chunked, rule_flops, sequential
 from elr_jax.typing import Array
 
-Row = dict[str, Any]
 Inputs = tuple[Array, ...]
 
 
@@ -51,18 +47,17 @@ class DeltaRace:
 
 def main(settings: DeltaRace) -> dict[str, Any]:
     """Race every length and print the times."""
-    console = Console()
     result: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(settings), "rows": []}
-    console.print("  ".join(f"{name} {value}" for name, value in result["machine"].items()), highlight=False)
+    tell_machine(result["machine"])
     for length in settings.lengths:
         inputs = _inputs(settings, length)
         for part, contestants in (("forward", _forward(inputs)), ("gradient", _gradient(inputs))):
             times = race(contestants, repeats=settings.repeats)
             result["rows"].append({"part": part, "tokens": length} | _row(settings, length, times, part))
     for part in ("forward", "gradient"):
-        console.print(_table(part, [row for row in result["rows"] if row["part"] == part]))
-    if settings.json is not None:
-        Path(settings.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        rows = [row for row in result["rows"] if row["part"] == part]
+        tell_table(part, [{name: value for name, value in row.items() if name != "part"} for row in rows])
+    write_json(settings.json, result)
     return result
 
 
@@ -146,16 +141,6 @@ def _row(settings: DeltaRace, length: int, times: dict[str, Any], part: str) -> 
         | {f"{name} / chunked": time.median / ours.median for name, time in times.items() if name != "chunked"}
         | {"chunked GFLOP/s": work / ours.median / 1e9}
     )
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    names = [name for name in rows[0] if name != "part"]
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name]) for name in names))
-    return table
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ the host. `of peak` is the share of a measured matrix product's speed that the s
 
 import dataclasses
 import importlib.util
-import json
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import Timing, machine, race, require_torch
 from checkpoints_convert import load_dory
 from checkpoints_convert.random_dory import write_random_dory
@@ -42,7 +40,6 @@ from elr_jax.presets import DORY
 from elr_jax.typing import Array
 
 Part = Literal["prefill", "decode", "train"]
-Row = dict[str, Any]
 Contestants = dict[str, Callable[[], Any]]
 
 
@@ -112,7 +109,6 @@ def dory(width: int, *, heads: int, kv_heads: int, head_dim: int, d_ff: int, voc
 
 def main(settings: Versus) -> dict[str, Any]:
     """Race every part and print ratios."""
-    console = Console()
     sizes = sizes_of(settings.preset)
     result: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(settings), "rows": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +118,7 @@ def main(settings: Versus) -> dict[str, Any]:
     result["peer"] = peer.name
     result["peak"] = peak = matmul_peak(sizes.dtype)
     shown = result["machine"] | {"peer": peer.name, "matmul GFLOP/s": f"{peak / 1e9:.0f}"}
-    console.print("  ".join(f"{name} {value}" for name, value in shown.items()), highlight=False)
+    tell_machine(shown)
     parts = {"prefill": prefill, "decode": decoding, "train": training}
     for part in settings.parts:
         rows = []
@@ -130,9 +126,8 @@ def main(settings: Versus) -> dict[str, Any]:
             times = race(contestants, repeats=settings.repeats)
             rows.append(_row(label, times, work=work, unit=unit, peak=peak))
         result["rows"] += [{"part": part} | row for row in rows]
-        console.print(_table(part, rows))
-    if settings.json is not None:
-        Path(settings.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        tell_table(part, rows)
+    write_json(settings.json, result)
     return result
 
 
@@ -366,15 +361,6 @@ def _row(label: str, times: dict[str, Timing], *, work: float, unit: str, peak: 
         "fastest": min(times[name].fastest for name in times if name != "jax") / times["jax"].fastest,
         "of peak": work / times["jax"].median / peak,
     }
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in ("case", "unit") else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import machine
 from checkpoints_convert import file_bytes, load_dory
 from checkpoints_convert.random_dory import write_random_dory
@@ -34,7 +33,6 @@ from elr_jax.errors import ElrError, one_line_errors
 
 SPARE = 2_000_000_000
 GOAL = 1.15
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +59,10 @@ def main(settings: ImportDory) -> dict[str, Any]:
         return {}
     rows = imports(settings.read) if settings.read is not None else written(settings)
     result = {"machine": machine(), "imports": rows}
-    console = Console()
-    console.print("  ".join(f"{name} {value}" for name, value in result["machine"].items()), highlight=False)
-    console.print(_table(rows))
-    if settings.json is not None:
-        settings.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tell_machine(result["machine"])
+    size = f"{rows[0]['parameters']:,} parameters, {rows[0]['kept'] / 1e9:.2f} GB kept"
+    tell_table(f"{size}; goal: peak / kept at most {GOAL}", [_shown(row) for row in rows])
+    write_json(settings.json, result)
     return result
 
 
@@ -146,16 +143,12 @@ def _forget(checkpoint: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _table(rows: list[Row]) -> Table:
-    size = f"{rows[0]['parameters']:,} parameters, {rows[0]['kept'] / 1e9:.2f} GB kept"
-    titles = ("file", "s", "CPU s", "GB/s", "GB before", "GB peak", "ru_maxrss", "peak / kept")
-    table = Table(*titles, title=f"{size}; goal: peak / kept at most {GOAL}", title_justify="left")
-    for row in rows:
-        kept, seconds = row["kept"], row["seconds"]
-        sizes = (f"{row[name] / 1e9:.2f}" for name in ("before", "peak", "ru_maxrss"))
-        speed = f"{seconds:.1f}", f"{row['cpu seconds']:.1f}", f"{kept / 1e9 / seconds:.2f}"
-        table.add_row(row["file"], *speed, *sizes, f"{row['peak'] / kept:.3f}")
-    return table
+def _shown(row: Row) -> Row:
+    """A line of the printed table."""
+    kept, seconds = row["kept"], row["seconds"]
+    sizes = {f"GB {name}": row[name] / 1e9 for name in ("before", "peak", "ru_maxrss")}
+    speed = {"s": seconds, "CPU s": row["cpu seconds"], "GB/s": kept / 1e9 / seconds}
+    return {"file": row["file"], **speed, **sizes, "peak / kept": f"{row['peak'] / kept:.3f}"}
 
 
 if __name__ == "__main__":

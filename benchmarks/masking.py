@@ -9,18 +9,15 @@ most. `fastest` tells more than `median` on a machine that does other things.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import Timing, machine, race
 from elr_jax import model, presets
 from elr_jax.config import LoopRule, ModelConfig, Runtime
@@ -29,8 +26,6 @@ from elr_jax.errors import one_line_errors
 from elr_jax.losses import cross_entropy, sum_by_depth
 from elr_jax.train.step import accumulate
 from elr_jax.typing import Array, Depth, Tokens
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,17 +53,15 @@ class Masking:
 
 def main(settings: Masking) -> dict[str, Any]:
     """Race both tables and print them."""
-    console = Console()
     result: dict[str, Any] = {"machine": machine(), "settings": dataclasses.asdict(settings)}
-    console.print("  ".join(f"{name} {value}" for name, value in result["machine"].items()), highlight=False)
+    tell_machine(result["machine"])
     law = PoissonDepth(rate=settings.rate, max_loops=settings.max_loops)
     result["mixed"] = mixed(settings, law)
     title = f"{settings.rows} rows, Poisson({settings.rate:g}) loops, mean {law.mean():.2f}"
-    console.print(_table(title, result["mixed"]))
+    tell_table(title, result["mixed"])
     result["uniform"] = uniform(settings)
-    console.print(_table(f"{settings.uniform_rows} rows of k loops each", result["uniform"]))
-    if settings.json is not None:
-        Path(settings.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tell_table(f"{settings.uniform_rows} rows of k loops each", result["uniform"])
+    write_json(settings.json, result)
     return result
 
 
@@ -174,16 +167,6 @@ def _gradient(config: ModelConfig, runtime: Runtime, microbatches: int) -> Calla
 
 def _milliseconds(time: Timing) -> Row:
     return {f"{name} ms": 1000 * value for name, value in time._asdict().items()}
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "form" else "right")
-    for row in rows:
-        shown = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        table.add_row(*shown)
-    return table
 
 
 if __name__ == "__main__":

@@ -10,24 +10,19 @@ this library ahead from T = 2048 on, and its time to double with T. Needs `pip i
 # torch is in the parity extra alone
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import machine, race, require_torch
 from elr_jax.errors import ElrError, one_line_errors
 from pallas_kernels.windowed_attention import windowed_attention
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,15 +48,10 @@ class WindowAttention:
 def main(settings: WindowAttention) -> list[Row]:
     """Race all lengths and print the table."""
     rows = [row for length in settings.lengths for row in compare(settings, length)]
-    table = Table(title=str(machine()), title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
-    Console().print(table)
-    if settings.json is not None:
-        data = {"machine": machine(), "settings": dataclasses.asdict(settings), "rows": rows}
-        Path(settings.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    result = {"machine": machine(), "settings": dataclasses.asdict(settings), "rows": rows}
+    tell_machine(result["machine"])
+    tell_table(f"{settings.heads} heads of {settings.head_dim}, window {settings.window}", rows)
+    write_json(settings.json, result)
     return rows
 
 
