@@ -21,6 +21,9 @@ from experiments.tasks import Text
 
 Variant = Callable[[Recipe], Recipe]
 
+CONDITION_LR_SCALE = 0.1
+"""Chosen on text, seed 0, from 1, 0.3 and 0.1: 2.009, 2.009 and 1.963 bits per byte at one loop."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextFlags(Flags):
@@ -94,6 +97,8 @@ def with_rule(**changes: str) -> Variant:
 def conditioned(recipe: Recipe, **changes: bool) -> Recipe:
     """Told progress and budget from the first step, with some of it left out; small models get small conditioning."""
     told = TINY_CONDITIONING if recipe.model.d_model <= 128 else ConditioningConfig()
+    optim = dataclasses.replace(recipe.optim, condition_lr_scale=CONDITION_LR_SCALE)
+    recipe = dataclasses.replace(recipe, optim=optim)
     return with_model(recipe, conditioning=dataclasses.replace(told, **changes))
 
 

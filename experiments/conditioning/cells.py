@@ -15,7 +15,7 @@ VARIANTS = {
     "no_low_rank": partial(conditioned, low_rank=False),
     "no_rescale": partial(conditioned, rescale=False),
 }
-HEADLINE = ["text_plain", "text_off", "text_progress", "text_both", "chase_off"]
+HEADLINE = ["text_plain", "text_off", "text_both", "chase_off"]
 
 
 def cells(references: Mapping[str, Cell]) -> list[Cell]:

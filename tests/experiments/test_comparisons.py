@@ -23,13 +23,18 @@ def cells_of(question, preset="cpu"):
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_variants_share_everything_but_what_they_ask(question):
-    """Data, steps, batch and optimizer are the reference's; only model and law of the loop count may differ."""
+    """Data, steps, batch and optimizer are the reference's; only model and law of the loop count may differ.
+
+    What a model without conditioning has no use for, the rate of conditioning, may differ too.
+    """
     reference = references("cpu", DataConfig())
     cells = cells_of(question)
     assert len({cell.digest for cell in cells.values()}) == len(cells), "two cells of one recipe"
     for name, cell in cells.items():
         base = reference[name.split("_")[0]]
-        same = dataclasses.replace(cell.recipe, model=base.recipe.model, depth=base.recipe.depth)
+        rate = base.recipe.optim.condition_lr_scale
+        optim = dataclasses.replace(cell.recipe.optim, condition_lr_scale=rate)
+        same = dataclasses.replace(cell.recipe, model=base.recipe.model, depth=base.recipe.depth, optim=optim)
         assert same == base.recipe and cell.task == base.task, name
     assert any(cell.headline for cell in cells.values())
 
