@@ -23,7 +23,7 @@ class Case:
     flops: float
     """Of the forward pass, products alone."""
     scores: int = 0
-    """Elements of a T×T array of scores, which no form may hold; 0 where there is none."""
+    """Bytes of all scores [B, N, T, T] in the type of the operands, which no form may hold; 0 where there are none."""
     opponents: Mapping[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
     """By platform, the name and the function of what it brings itself; it takes the same operands."""
 

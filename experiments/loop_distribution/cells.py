@@ -25,7 +25,7 @@ VARIANTS = {
     "one_two": weighted(lambda k, most: float(k <= 2)),
     "ends": weighted(lambda k, most: float(k in (1, most))),
 }
-HEADLINE = ["text_plain", "text_uniform", "text_one_two", "text_ends", "chase_uniform"]
+HEADLINE = ["text_plain", "text_uniform", "text_one_two", "chase_uniform"]
 
 
 def cells(references: Mapping[str, Cell]) -> list[Cell]:

@@ -13,7 +13,7 @@ VARIANTS = {
     "one_draw": with_law(lambda k, forced: SharedDraw(max_loops=k)),
     "one_draw_third": with_law(lambda k, forced: SharedDraw(max_loops=k, one_probability=1 / 3)),
 }
-HEADLINE = ["text_plain", "text_per_example", "text_slice", "text_one_draw", "chase_per_example"]
+HEADLINE = ["text_plain", "text_per_example", "text_one_draw", "chase_per_example"]
 
 
 def cells(references: Mapping[str, Cell]) -> list[Cell]:

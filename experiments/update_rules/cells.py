@@ -12,7 +12,7 @@ VARIANTS = {
     "residual": with_rule(update="residual"),
     "replace": with_rule(update="replace"),
 }
-HEADLINE = [f"text_{name}" for name in VARIANTS] + ["chase_adaptive_delta"]
+HEADLINE = ["text_plain", "text_adaptive_delta", "text_replace", "chase_adaptive_delta"]
 
 
 def cells(references: Mapping[str, Cell]) -> list[Cell]:

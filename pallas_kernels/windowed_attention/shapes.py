@@ -23,7 +23,7 @@ def sequence(
         operands=(array(heads), array(groups), array(groups), jax.ShapeDtypeStruct((batch, length), jnp.int32)),
         inputs=3,
         flops=4 * batch * length * heads * width * keys,
-        scores=batch * heads * length * length,
+        scores=batch * heads * length * length * jnp.dtype(dtype).itemsize,
         opponents={name: (who, partial(call, window=window)) for name, (who, call) in OPPONENTS.items()},
     )
 
