@@ -16,6 +16,7 @@ from elr_jax.config import (
     LoopRule,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Runtime,
     SphereConfig,
     from_dict,
@@ -23,7 +24,7 @@ from elr_jax.config import (
 )
 from elr_jax.errors import ElrError
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
-from elr_jax.model import Params, abstract, apply, extend, graft, init, param_specs, states
+from elr_jax.model import Params, abstract, apply, extend, graft, init, param_specs, routing, states
 from elr_jax.params import ParamSpec, count_params
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ElrError",
     "LoopRule",
     "MLPConfig",
+    "MoEConfig",
     "ModelConfig",
     "ParamSpec",
     "Params",
@@ -54,6 +56,7 @@ __all__ = [
     "init_cache",
     "param_specs",
     "presets",
+    "routing",
     "states",
     "sum_by_depth",
     "to_dict",

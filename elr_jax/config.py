@@ -16,7 +16,13 @@ from cattrs.strategies import configure_tagged_union
 
 from elr_jax.errors import ElrError
 
-LETTERS = {"*": "full attention", "S": "sliding-window attention", "D": "gated delta product", "-": "MLP"}
+LETTERS = {
+    "*": "full attention",
+    "S": "sliding-window attention",
+    "D": "gated delta product",
+    "-": "MLP",
+    "E": "mixture of experts",
+}
 
 T = TypeVar("T")
 
@@ -101,6 +107,33 @@ class MLPConfig:
     def __post_init__(self):
         _positive("mlp.d_ff", self.d_ff)
         _known_choices("mlp.", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of E experts of width `d_expert`, of which each token gets k, beside one of width `d_shared` for all."""
+
+    num_experts: int
+    top_k: int
+    d_expert: int
+    d_shared: int = 0
+    """Width of the shared expert; 0: there is none."""
+    kind: Literal["swiglu", "squared_relu"] = "swiglu"
+    route_scale: float = 1.0
+    """What the weights of a token's experts sum to."""
+    replay: bool = False
+    """Give a token in later rounds of the core the experts of its first, weighted anew."""
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "d_expert"):
+            _positive(f"moe.{name}", getattr(self, name))
+        _known_choices("moe.", self)
+        if self.top_k > self.num_experts:
+            raise ElrError(f"moe.top_k={self.top_k} is more than num_experts={self.num_experts}: a token has no more")
+        if self.d_shared < 0:
+            raise ElrError(f"moe.d_shared={self.d_shared} must be 0, for no shared expert, or more")
+        if not self.route_scale > 0:
+            raise ElrError(f"moe.route_scale={self.route_scale} must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +231,8 @@ class ModelConfig:
     mlp: MLPConfig
     delta: DeltaProductConfig | None = None
     """Sizes of the `D` layers; None where there are none."""
+    moe: MoEConfig | None = None
+    """Sizes of the `E` layers; None where there are none."""
     loop: LoopRule = field(default_factory=LoopRule)
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
@@ -226,10 +261,13 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
-        if "D" in self.layers and self.sphere is not None:
-            raise ElrError(f"sphere has no form of the D in {self.layers!r}: use attention layers, or sphere=None")
-        if "D" in self.layers and self.delta is None:
-            raise ElrError(f"delta=None leaves the D of {self.layers!r} without sizes: give a DeltaProductConfig")
+        for letter, name, sizes in (("D", "delta", "DeltaProductConfig"), ("E", "moe", "MoEConfig")):
+            if letter in self.layers and self.sphere is not None:
+                raise ElrError(
+                    f"sphere has no form of the {letter} in {self.layers!r}: use other layers, or sphere=None"
+                )
+            if letter in self.layers and getattr(self, name) is None:
+                raise ElrError(f"{name}=None leaves the {letter} of {self.layers!r} without sizes: give a {sizes}")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 

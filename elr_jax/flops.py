@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elr_jax.config import DeltaProductConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Switch
 from elr_jax.layers.delta_rule import rule_flops
+from elr_jax.layers.moe import moe_sizes
 from elr_jax.model import param_specs
 from elr_jax.params import count_params
 from pallas_kernels.windowed_attention import visited_keys
@@ -37,6 +38,21 @@ class TrainingCost(NamedTuple):
 def num_params(config: ModelConfig) -> int:
     """All parameters, embedding and head included."""
     return count_params(param_specs(config))
+
+
+def active_params(config: ModelConfig) -> int:
+    """Parameters that one token uses: of each mixture of experts the k it is given, and all others."""
+    if config.moe is None:
+        return num_params(config)
+    idle = config.moe.num_experts - config.moe.top_k
+    return num_params(config) - config.layers.count("E") * idle * _expert_params(config)
+
+
+def router_calls(config: ModelConfig, loops: int) -> int:
+    """How often a token's experts are chosen in a pass: replayed routes are not chosen again."""
+    outside = config.prelude.count("E") + config.coda.count("E")
+    rounds = 1 if config.moe is not None and config.moe.replay else loops
+    return outside + rounds * config.core.count("E")
 
 
 def forward_flops(config: ModelConfig, *, seq_len: int) -> ForwardFlops:
@@ -102,6 +118,10 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     d, attention = config.d_model, config.attention
     if letter == "-":
         return 2 * d * config.mlp.d_ff * (3 if config.mlp.kind == "swiglu" else 2)
+    if letter == "E":
+        sizes = moe_sizes(config)
+        shared = (3 if sizes.kind == "swiglu" else 2) * d * sizes.d_shared
+        return 2 * (d * sizes.num_experts + sizes.top_k * _expert_params(config) + shared)
     if letter == "D":
         assert config.delta is not None, "ModelConfig refuses a D without it"
         return _delta_product(d, config.delta, seq_len)
@@ -109,6 +129,11 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     n, k, h = attention.num_heads, attention.num_kv_heads, attention.head_dim
     gate = 2 * d * n * h if config.sphere else 0
     return gate + 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)
+
+
+def _expert_params(config: ModelConfig) -> int:
+    sizes = moe_sizes(config)
+    return (3 if sizes.kind == "swiglu" else 2) * config.d_model * sizes.d_expert
 
 
 def _delta_product(d: int, delta: DeltaProductConfig, seq_len: int) -> float:

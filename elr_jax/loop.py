@@ -5,7 +5,9 @@ With e the prelude's output and s_0 the initial state, round i < depth of an exa
     u = boundary(inject(s, e)),  r = core(i, u),  s ← boundary(update(s, r)),
 
 and a finished example keeps its state. A learned scale of the boundary norm acts only on the state that leaves the
-round. This file knows no layer kind: the core is a function. The variants of each step stand in tables at the bottom.
+round. This file knows no layer kind: the core is a function, and what its layers carry from round to round beside the
+state is a tree of leaves [B, …], of which a finished example keeps its own too. The variants of each step stand in
+tables at the bottom.
 """
 
 import math
@@ -26,9 +28,10 @@ from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int32, Key, Positi
 from pallas_kernels.contract import Implementation
 from pallas_kernels.gated_update import gated_update
 
-Core = Callable[[Int32[Array, ""], Hidden, Any], Hidden]
+Carried = Any
+Core = Callable[[Int32[Array, ""], Hidden, Carried, Any], tuple[Hidden, Carried]]
 Made = Any
-CachedCore = Callable[[Int32[Array, ""], Hidden], tuple[Hidden, Made]]
+CachedCore = Callable[[Int32[Array, ""], Hidden, Carried], tuple[Hidden, Made, Carried]]
 
 
 @struct.dataclass
@@ -65,21 +68,27 @@ class RoundOperands:
 
 def loop_round(
     i: Int32[Array, ""],
-    state: Hidden,
+    carry: tuple[Hidden, Carried],
     operands: RoundOperands,
     *,
     core: Core,
     config: ModelConfig,
     backprop_loops: int | None = None,
-) -> Hidden:
+) -> tuple[Hidden, Carried]:
     """Round i of every example: unchanged where i ≥ depth, without gradient where i < depth − backprop_loops."""
+    state, carried = carry
     depth = operands.depth
     with jax.named_scope("core"):
-        proposal = core(i, enter_round(state, operands, config), operands.core)
-    new = leave_round(i, state, proposal, operands, config)
+        proposal, later = core(i, enter_round(state, operands, config), carried, operands.core)
+    new = leave_round(i, state, proposal, operands, config), _where(i < depth, later, carried)
     if backprop_loops is not None:
-        new = jnp.where((i >= depth - backprop_loops)[:, None, None], new, jax.lax.stop_gradient(new))
+        new = _where(i >= depth - backprop_loops, new, jax.lax.stop_gradient(new))
     return new
+
+
+def _where(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
+    """The new tree in the given rows, the old one elsewhere."""
+    return jax.tree.map(lambda x, y: jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
 
 def enter_round(state: Hidden, operands: RoundOperands, config: ModelConfig) -> Hidden:
@@ -116,11 +125,12 @@ def run_loop(
     runtime: Runtime,
     noise: Hidden | None = None,
     backprop_loops: int | None = None,
-) -> Hidden:
-    """The read-out state of every example after its own number of rounds.
+    carried: Carried = (),
+) -> tuple[Hidden, Carried]:
+    """The read-out state of every example after its own number of rounds, and what its core carries then.
 
-    `entry` [B,T,D] is the prelude's output and `noise` the random initial state, if the rule wants one. Gradients flow
-    through the last `backprop_loops` rounds of each example (None: all).
+    `entry` [B,T,D] is the prelude's output, `noise` the random initial state, if the rule wants one, and `carried` what
+    the first round is given. Gradients flow through the last `backprop_loops` rounds of each example (None: all).
     """
     state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
     body = partial(loop_round, core=core, config=config, backprop_loops=backprop_loops)
@@ -128,11 +138,13 @@ def run_loop(
         body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
     rounds = config.loop.max_loops
     if runtime.loop == "scan":
-        state = scan_rounds(body, rounds, state, operands)
+        carry = scan_rounds(body, rounds, (state, carried), operands)
     else:
         first = jnp.int32(0) if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
-        state = bounded_rounds(body, rounds, first, jnp.minimum(jnp.max(depth), rounds), state, operands)
-    return READOUT[config.loop.readout].apply(params.readout, state)
+        last = jnp.minimum(jnp.max(depth), rounds)
+        carry: Any = bounded_rounds(body, rounds, first, last, (state, carried), operands)
+    state, carried = carry
+    return READOUT[config.loop.readout].apply(params.readout, state), carried
 
 
 def run_cached_loop(
@@ -145,12 +157,14 @@ def run_cached_loop(
     config: ModelConfig,
     runtime: Runtime = Runtime(),
     noise: Hidden | None = None,
+    carried: Carried = (),
 ) -> tuple[Hidden, Made]:
     """The read-out state, and what a cache keeps of the core's tokens, in as many rounds as the deepest example's.
 
-    `core(i, u)` returns a round's proposal and what it made, leaves [B, …]; the leaves of `kept`
-    [L, B, …], zeros, are filled with these. Slot l holds what round l made, or the example's last round where it ran
-    fewer, so that tokens of any depth find every slot they read filled; the last slot holds what its last round made.
+    `core(i, u, carried)` returns a round's proposal, what it made, leaves [B, …], and what it carries on. The leaves of
+    `kept` [L, B, …], zeros, are filled with what was made. Slot l holds what round l made, or the example's last round
+    where it ran fewer, so that tokens of any depth find every slot they read filled; the last slot holds what its last
+    round made.
     """
     state, operands = begin(entry, depth, params, None, config=config, runtime=runtime, noise=noise)
 
@@ -160,14 +174,14 @@ def run_cached_loop(
         fills = later & (i < depth)[None]
         return jnp.where(fills.reshape(*fills.shape, *[1] * (made.ndim - 1)), made[None], kept)
 
-    def step(i: Int32[Array, ""], carry: tuple[Hidden, Made]) -> tuple[Hidden, Made]:
-        state, kept = carry
+    def step(i: Int32[Array, ""], carry: tuple[Hidden, Made, Carried]) -> tuple[Hidden, Made, Carried]:
+        state, kept, carried = carry
         with jax.named_scope("core"):
-            proposal, made = core(i, enter_round(state, operands, config))
-        return leave_round(i, state, proposal, operands, config), jax.tree.map(partial(keep, i), kept, made)
+            proposal, made, carried = core(i, enter_round(state, operands, config), carried)
+        return leave_round(i, state, proposal, operands, config), jax.tree.map(partial(keep, i), kept, made), carried
 
     last = jnp.minimum(jnp.max(depth), config.loop.max_loops)
-    state, kept = jax.lax.fori_loop(0, last, step, (state, kept))
+    state, kept, _ = jax.lax.fori_loop(0, last, step, (state, kept, carried))
     return READOUT[config.loop.readout].apply(params.readout, state), kept
 
 
@@ -181,16 +195,17 @@ def trajectory(
     config: ModelConfig,
     runtime: Runtime = Runtime(),
     noise: Hidden | None = None,
+    carried: Carried = (),
 ) -> Float[Array, "R+1 B T D"]:
     """The states s_0 … s_max_loops before the read-out, each example frozen after its own depth."""
     state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
     rounds = jnp.arange(config.loop.max_loops, dtype=jnp.int32)
 
-    def step(state: Hidden, i: Int32[Array, ""]) -> tuple[Hidden, Hidden]:
-        state = loop_round(i, state, operands, core=core, config=config)
-        return state, state
+    def step(carry: tuple[Hidden, Carried], i: Int32[Array, ""]) -> tuple[tuple[Hidden, Carried], Hidden]:
+        carry = loop_round(i, carry, operands, core=core, config=config)
+        return carry, carry[0]
 
-    return jnp.concatenate([state[None], jax.lax.scan(step, state, rounds)[1]])
+    return jnp.concatenate([state[None], jax.lax.scan(step, (state, carried), rounds)[1]])
 
 
 def begin(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.layers.linear import wide_product
+from elr_jax.layers.moe import Routing
 from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int, Logits, Tokens, widen
 
 CHUNK_BYTES = 1 << 27
@@ -25,12 +26,14 @@ class DepthSums:
 
 @struct.dataclass
 class TokenScores:
-    """What became of every token's prediction; without gradient."""
+    """What became of every token's prediction; without gradient, but for `routing`."""
 
     loss: Float[Array, "B T"]
     """Nats."""
     right: Bool[Array, "B T"]
     """Whether no token had a higher logit than the target."""
+    routing: tuple[Routing, ...] = ()
+    """What each mixture of experts did, in the order of the layers."""
 
 
 def cross_entropy(logits: Logits, targets: Tokens) -> Float[Array, "B T"]:

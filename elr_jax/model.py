@@ -15,9 +15,10 @@ from elr_jax.cache import Cache
 from elr_jax.conditioning import Conditioning, conditioning_specs, layer_specs, round_conditions
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
-from elr_jax.layers import LAYERS, Context, make_context
+from elr_jax.layers import LAYERS, Context, make_context, start_carry
 from elr_jax.layers.linear import pack as pack_weights
 from elr_jax.layers.linear import wide_product
+from elr_jax.layers.moe import Routing, balanced
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
 from elr_jax.losses import TokenScores, linear_cross_entropy
@@ -136,7 +137,7 @@ def apply(
     """
     _check_depth(depth, config)
     params = cast(params, config, runtime)
-    x = _outcome(params, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    x, _ = _outcome(params, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
     return _logits(params, x, config)
 
 
@@ -160,13 +161,34 @@ def loss(
     """
     _check_depth(depth, config)
     working = cast(params, config, runtime)
-    x = _outcome(working, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
+    x, routing = _outcome(working, tokens, depth, config, runtime, segment_ids, positions, key, backprop_loops)
     with jax.named_scope("head"):
         x = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
         head = params.embedding.T if params.head is None else params.head
         if params.logit_scale is not None and config.sphere is not None:
             head = head * (params.logit_scale / config.sphere.init_std)  # its gradient then needs no logits
-        return linear_cross_entropy(x, head, targets, weights)
+        total, scores = linear_cross_entropy(x, head, targets, weights)
+    return total, scores.replace(routing=routing)  # pyright: ignore
+
+
+def routing(
+    params: Params | WorkingCopy,
+    tokens: Tokens,
+    depth: Depth,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    segment_ids: SegmentIds | None = None,
+    positions: Positions | None = None,
+    key: PRNGKeyArray | None = None,
+) -> tuple[Routing, ...]:
+    """What each mixture of experts does, in the order of the layers, replayed routes measured against fresh ones.
+
+    Arguments as for `apply`.
+    """
+    _check_depth(depth, config)
+    params = cast(params, config, runtime)
+    return _outcome(params, tokens, depth, config, runtime, segment_ids, positions, key, None, probe=True)[1]
 
 
 def _outcome(
@@ -179,11 +201,13 @@ def _outcome(
     positions: Positions | None,
     key: PRNGKeyArray | None,
     backprop_loops: int | None,
-) -> Hidden:
-    """The coda's output."""
-    entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    probe: bool = False,
+) -> tuple[Hidden, tuple[Routing, ...]]:
+    """The coda's output, and what the mixtures of experts did."""
+    entry, context, noise, before = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    context = context.replace(probe=probe)  # pyright: ignore
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-    state = run_loop(
+    state, during = run_loop(
         entry,
         depth,
         params.loop,
@@ -193,10 +217,12 @@ def _outcome(
         runtime=runtime,
         noise=noise,
         backprop_loops=backprop_loops,
+        carried=start_carry(config.core, config, *tokens.shape),
     )
     with jax.named_scope("coda"):
-        context = _told(context, conditions, -1)
-        return apply_stack(state, params.coda, context, letters=config.coda, config=config, runtime=runtime)
+        context, start = _told(context, conditions, -1), start_carry(config.coda, config, *tokens.shape)
+        x, after = apply_stack(state, params.coda, context, start, letters=config.coda, config=config, runtime=runtime)
+    return x, tuple(carried for carried in (*before, *during, *after) if carried is not None)
 
 
 def extend(
@@ -231,30 +257,39 @@ def extend(
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
-    def stack(x: Hidden, name: str, entries: Any, i: Any) -> tuple[Hidden, Any]:
-        past = (None,) * len(entries) if fresh else entries
-        letters = getattr(config, name)
+    def stack(x: Hidden, name: str, i: Any, carried: tuple[Any, ...] | None = None) -> tuple[Hidden, Any]:
+        letters, entries = getattr(config, name), caches.read(getattr(cache, name), jnp.maximum(i, 0))
+        past = (None,) * len(letters) if fresh else entries
+        if carried is not None:
+            past = tuple(slot if mine is None else mine for slot, mine in zip(past, carried, strict=True))
         told = _told(context, conditions, i)
         return extend_stack(x, getattr(params, name), told, past, letters=letters, config=config)
 
     def once(x: Hidden, name: str) -> tuple[Hidden, Any]:
         with jax.named_scope(name):
-            x, made = stack(x, name, caches.read(getattr(cache, name), 0), -1)
+            x, made = stack(x, name, -1)
             return x, jax.tree.map(lambda leaf: leaf[None], made)
 
-    def round_(i: Int[Array, ""], u: Hidden) -> tuple[Hidden, Any]:
-        return stack(u, "core", caches.read(cache.core, i), i)
+    def round_(i: Int32[Array, ""], u: Hidden, carried: tuple[Any, ...]) -> tuple[Hidden, Any, tuple[Any, ...]]:
+        u, made = stack(u, "core", i, carried)
+        carries = [LAYERS[letter].carry is not None for letter in config.core]
+        kept = tuple(None if carry else one for carry, one in zip(carries, made, strict=True))
+        later = tuple(one if carry else None for carry, one in zip(carries, made, strict=True))
+        return u, kept, later
 
+    replays = config.moe is not None and config.moe.replay
+    carried = start_carry(config.core, config, batch, count) if replays else (None,) * len(config.core)
     x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
     state, core = run_cached_loop(
         x,
         depth,
         params.loop,
-        caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x)[1]),
+        caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x, carried)[1]),
         core=round_,
         config=config,
         runtime=runtime,
         noise=noise,
+        carried=carried,
     )
     state, coda = once(state, "coda")
     if last_only:
@@ -287,10 +322,19 @@ def states(
     """The loop's states s_0 … s_max_loops, each example frozen after its own depth; arguments as for `apply`."""
     _check_depth(depth, config)
     params = cast(params, config, runtime)
-    entry, context, noise = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    entry, context, noise, _ = _encode(params, tokens, config, runtime, segment_ids, positions, key)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-    operands, core = (params.core, context, conditions), _core(config, runtime)
-    return trajectory(entry, depth, params.loop, operands, core=core, config=config, runtime=runtime, noise=noise)
+    return trajectory(
+        entry,
+        depth,
+        params.loop,
+        (params.core, context, conditions),
+        core=_core(config, runtime),
+        config=config,
+        runtime=runtime,
+        noise=noise,
+        carried=start_carry(config.core, config, *tokens.shape),
+    )
 
 
 def _core(config: ModelConfig, runtime: Runtime):
@@ -298,18 +342,25 @@ def _core(config: ModelConfig, runtime: Runtime):
     inner = dataclasses.replace(runtime, remat="none") if runtime.remat == "round" else runtime
 
     def core(
-        i: Int32[Array, ""], x: Hidden, operands: tuple[tuple[SubLayer, ...], Context, Conditions | None]
-    ) -> Hidden:
+        i: Int32[Array, ""],
+        x: Hidden,
+        carried: tuple[Any, ...],
+        operands: tuple[tuple[SubLayer, ...], Context, Conditions | None],
+    ) -> tuple[Hidden, tuple[Any, ...]]:
         stack, context, conditions = operands
         context = _told(context, conditions, i)
-        return apply_stack(x, stack, context, letters=config.core, config=config, runtime=inner)
+        return apply_stack(x, stack, context, carried, letters=config.core, config=config, runtime=inner)
 
     return core
 
 
 def _told(context: Context, conditions: Conditions | None, i: int | Int32[Array, ""]) -> Context:
     """The context of round i (from 0; −1: the coda), with what conditioned layers are told there."""
-    return context if conditions is None else context.replace(condition=conditions[i])  # pyright: ignore
+    return dataclasses.replace(
+        context,
+        round=None if isinstance(i, int) else i,
+        condition=None if conditions is None else conditions[i],
+    )
 
 
 def _encode(
@@ -320,7 +371,7 @@ def _encode(
     segment_ids: SegmentIds | None,
     positions: Positions | None,
     key: PRNGKeyArray | None,
-) -> tuple[Hidden, Context, Hidden | None]:
+) -> tuple[Hidden, Context, Hidden | None, tuple[Any, ...]]:
     if segment_ids is None:
         segment_ids = jnp.zeros(tokens.shape, jnp.int32)
     if positions is None:
@@ -328,8 +379,11 @@ def _encode(
     context = make_context(positions, segment_ids, config, runtime=runtime)
     with jax.named_scope("prelude"):
         x = _embed(params, tokens, config, runtime)
-        x = apply_stack(x, params.prelude, context, letters=config.prelude, config=config, runtime=runtime)
-    return x, context, _noise(key, positions, config, runtime)
+        start = start_carry(config.prelude, config, *tokens.shape)
+        x, carried = apply_stack(
+            x, params.prelude, context, start, letters=config.prelude, config=config, runtime=runtime
+        )
+    return x, context, _noise(key, positions, config, runtime), carried
 
 
 def _embed(params: Params, tokens: Tokens, config: ModelConfig, runtime: Runtime) -> Hidden:
@@ -356,6 +410,20 @@ def _logits(params: Params, state: Hidden, config: ModelConfig) -> Logits:
         if params.logit_scale is None or config.sphere is None:
             return logits
         return logits * (widen(params.logit_scale) / config.sphere.init_std)
+
+
+def balance_routers(params: Params, loads: Float[Array, "layers E"], rate: float, *, config: ModelConfig) -> Params:
+    """The parameters with the selection bias of every mixture of experts moved by `rate` against its load."""
+    todo = iter(loads)
+
+    def stack(name: str) -> tuple[SubLayer, ...]:
+        layers = zip(getattr(config, name), getattr(params, name), strict=True)
+        return tuple(
+            dataclasses.replace(layer, mixer=balanced(layer.mixer, next(todo), rate)) if letter == "E" else layer
+            for letter, layer in layers
+        )
+
+    return dataclasses.replace(params, **{name: stack(name) for name in ("prelude", "core", "coda")})
 
 
 def pack(params: Params, *, config: ModelConfig, runtime: Runtime = Runtime()) -> WorkingCopy:

@@ -5,10 +5,11 @@ dataclass with arrays for leaves, and the helpers that make a spec are typed `An
 says how an optimizer treats a leaf:
 
 - `matrix`: the weights of a linear map between hidden spaces (Muon or AdamW, decayed);
-- `embedding`: token tables and the head (AdamW, decayed);
+- `embedding`: token tables, the head and routers, whose rows or columns are names (AdamW, decayed);
 - `vector`: scales, biases and gains (AdamW, not decayed);
 - `loop`: everything that joins the rounds: gates, injection, readout (AdamW, not decayed, own learning-rate factor);
-- `condition`: what tells layers the round (AdamW, not decayed, own learning-rate factor and warm-up).
+- `condition`: what tells layers the round (AdamW, not decayed, own learning-rate factor and warm-up);
+- `balance`: selection biases of routers, which the train step moves by their load and no gradient does.
 """
 
 import math
@@ -23,14 +24,15 @@ import jax.numpy as jnp
 from elr_jax.typing import Array, PRNGKeyArray
 
 Initializer = Callable[[PRNGKeyArray, tuple[int, ...]], Array]
-Group = Literal["matrix", "embedding", "vector", "loop", "condition"]
+Group = Literal["matrix", "embedding", "vector", "loop", "condition", "balance"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """Shape, logical axes, start and optimizer group of one parameter.
 
-    The first `inputs` axes are summed over by the product the parameter takes part in, the others are its output.
+    After `stack` axes that tell separate matrices apart, the next `inputs` axes are summed over by the product the
+    parameter takes part in, the others are its output.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +40,7 @@ class ParamSpec:
     init: Initializer
     group: Group
     inputs: int = 1
+    stack: int = 0
     wide: bool = False
     """Stays float32 where other matrices get a working copy of less."""
 
@@ -81,17 +84,18 @@ def matrix(
     axes: tuple[str | None, ...],
     *,
     inputs: int = 1,
+    stack: int = 0,
     gain: float = 1.0,
     group: Group = "matrix",
     unit: bool = False,
     wide: bool = False,
 ) -> Any:
     """A linear map between hidden spaces, started at standard deviation gain/√fan_in, or `unit` along `embed`."""
-    std = gain / math.sqrt(math.prod(shape[:inputs]))
+    std = gain / math.sqrt(math.prod(shape[stack : stack + inputs]))
     init = truncated_normal(std) if gain else constant(0.0)
     if unit:
         init = unit_normal(axes.index("embed"))
-    return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs, wide=wide)
+    return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs, stack=stack, wide=wide)
 
 
 def table(rows: int, width: int, std: float | None) -> Any:

@@ -9,6 +9,7 @@ from elr_jax.config import (
     LoopRule,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     SphereConfig,
 )
 
@@ -113,6 +114,41 @@ def koi_4b() -> ModelConfig:
         mlp=MLPConfig(d_ff=11_392, kind="squared_relu"),
         delta=DeltaProductConfig(num_heads=24, num_key_heads=8, key_dim=128, value_dim=128),
         loop=LoopRule(max_loops=4),
+    )
+
+
+def elr_30b_a3b() -> ModelConfig:
+    """The 30B-A3B model: Koi's sub-layers with mixtures of experts for MLPs, 3.59B of 31,585,355,744 parameters active.
+
+    Width, attention, experts and vocabulary are those of the public Nemotron-3-Nano-30B-A3B base, with D in its Mamba
+    slots; routes are replayed. The sizes of D are chosen here: 16 states of 128 × 128 on 8 key heads.
+    """
+    koi = koi_4b()
+    return dataclasses.replace(
+        koi,
+        d_model=2688,
+        **{name: getattr(koi, name).replace("-", "E") for name in ("prelude", "core", "coda")},
+        attention=dataclasses.replace(koi.attention, num_kv_heads=2),
+        delta=DeltaProductConfig(num_heads=16, num_key_heads=8, key_dim=128, value_dim=128),
+        moe=MoEConfig(
+            num_experts=128,
+            top_k=6,
+            d_expert=1856,
+            d_shared=3712,
+            kind="squared_relu",
+            route_scale=2.5,
+            replay=True,
+        ),
+    )
+
+
+def tiny_moe(loop: LoopRule | None = None) -> ModelConfig:
+    """`tiny_hybrid` with a mixture of 8 experts, of which a token gets 2, and a shared one for every MLP."""
+    hybrid = tiny_hybrid(loop)
+    return dataclasses.replace(
+        hybrid,
+        **{name: getattr(hybrid, name).replace("-", "E") for name in ("prelude", "core", "coda")},
+        moe=MoEConfig(num_experts=8, top_k=2, d_expert=128, d_shared=256, kind="squared_relu", route_scale=2.5),
     )
 
 

@@ -62,17 +62,27 @@ def sub_layer(
 
 
 def apply_stack(
-    x: Hidden, stack: tuple[SubLayer, ...], context: Context, *, letters: str, config: ModelConfig, runtime: Runtime
-) -> Hidden:
-    """Run a string of layers; `runtime.remat` says what their backward pass keeps."""
-    for letter, params in zip(letters, stack, strict=True):
-        x = _remat(letter, config, runtime)(x, params, context)
-    return x
+    x: Hidden,
+    stack: tuple[SubLayer, ...],
+    context: Context,
+    carried: tuple[Any, ...],
+    *,
+    letters: str,
+    config: ModelConfig,
+    runtime: Runtime,
+) -> tuple[Hidden, tuple[Any, ...]]:
+    """Run a string of layers, each with what it carries; `runtime.remat` says what their backward pass keeps."""
+    later = []
+    for letter, params, before in zip(letters, stack, carried, strict=True):
+        x, after = _remat(letter, config, runtime)(x, params, context, before)
+        later.append(after)
+    return x, tuple(later)
 
 
 def _remat(letter: str, config: ModelConfig, runtime: Runtime):
-    def without_cache(x: Hidden, params: SubLayer, context: Context) -> Hidden:
-        return sub_layer(letter, x, params, context, config)[0]
+    def without_cache(x: Hidden, params: SubLayer, context: Context, before: Any) -> tuple[Hidden, Any]:
+        x, made = sub_layer(letter, x, params, context, config, before)
+        return x, None if LAYERS[letter].carry is None else made
 
     policy = POLICIES.get(runtime.remat)
     return without_cache if policy is None else jax.checkpoint(without_cache, policy=policy)

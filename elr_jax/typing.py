@@ -1,7 +1,7 @@
 """The dimension letters of the whole project, and the array types spelled with them.
 
 B batch · T query length · S key length · D model · N query heads · K key-value heads · H head dim · F feed-forward ·
-V vocabulary · R rounds (loops) · W window · P Householder steps · C condition.
+V vocabulary · R rounds (loops) · W window · P Householder steps · C condition · E experts.
 """
 
 import jax.numpy as jnp

@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax import presets
-from elr_jax.config import AttentionConfig, DeltaProductConfig, LoopRule, MLPConfig, ModelConfig, SphereConfig
+from elr_jax.config import (
+    AttentionConfig,
+    DeltaProductConfig,
+    LoopRule,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    SphereConfig,
+)
 
 RULES = {
     "elr": LoopRule(),
@@ -28,6 +36,7 @@ def small_model(rule: LoopRule, *, prelude: str = "*", core: str = "S-", coda: s
             "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=3),
             "mlp": MLPConfig(d_ff=12),
             "delta": DeltaProductConfig(num_heads=4, num_key_heads=2, key_dim=3, value_dim=5, householder=2),
+            "moe": MoEConfig(num_experts=5, top_k=2, d_expert=6, d_shared=4, route_scale=1.5),
             "loop": rule,
             **changes,
         }

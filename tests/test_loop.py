@@ -38,8 +38,12 @@ def configure(rule, max_loops=MAX_LOOPS):
     return small_model(dataclasses.replace(rule, max_loops=max_loops))
 
 
-def core(i, x, weights):
+def proposal(x, weights):
     return jnp.tanh(x @ weights) * 1.5
+
+
+def core(i, x, carried, weights):
+    return proposal(x, weights), carried
 
 
 def inputs(config):
@@ -65,7 +69,7 @@ def run(params, weights, entry, noise, cotangent, depth, *, config, loop="scan",
             runtime=Runtime(loop=loop, remat=remat),
             noise=noise,
             backprop_loops=backprop_loops,
-        )
+        )[0]
 
     out, pull = jax.vjp(forward, params, weights, entry)
     return out, pull(cotangent)
@@ -102,7 +106,7 @@ def reference(params, weights, entry, noise, cotangent, *, rule, backprop_loops)
 
     def one_round(p, w, s, e):
         u = boundary(rule, inject(rule, p.inject, s, e))
-        return boundary(rule, update(rule, p.update, s, core(0, u, w)), p.boundary)
+        return boundary(rule, update(rule, p.update, s, proposal(u, w)), p.boundary)
 
     def row(p, w, e, noise, depth):
         e = rms(e, p.inject.norm) if rule.inject == "gated" else e

@@ -11,7 +11,7 @@ from cases import RULES, assert_close, assert_same_bits, perturb, small_model, t
 
 from elr_jax import model, presets
 from elr_jax.cache import init_cache
-from elr_jax.config import AttentionConfig, MLPConfig, Runtime
+from elr_jax.config import AttentionConfig, MLPConfig, MoEConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.losses import cross_entropy
 
@@ -52,14 +52,17 @@ def forward(params, tokens, depth, key=None, segment_ids=None, positions=None, *
     )
 
 
+REPLAYED = MoEConfig(num_experts=4, top_k=2, d_expert=6, kind="squared_relu", replay=True)
 LAWS = [
     ("elr", {"prelude": "", "core": "*"}, "dots", None),
     ("parcae", {"prelude": "", "core": "S-", "coda": ""}, "layer", 2),
+    ("elr", {"prelude": "", "core": "E", "coda": ""}, "layer", 2),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("delta", {"prelude": "", "core": "D", "coda": ""}, "layer", 2),
             ("dory", {"core": "S-"}, "layer", 1),
+            ("dory", {"core": "*E", "coda": "E", "moe": REPLAYED}, "dots", 2),
             ("huginn", {"core": "*-S-", "tie_embeddings": True}, "round", 2),
             ("residual", {"core": "S", "prelude": ""}, "none", None),
             ("elr", {"prelude": "D-*-", "core": "D-D-", "coda": "*-"}, "none", None),
@@ -98,7 +101,7 @@ def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
     assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
 
 
-@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-")])
+@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-"), ("elr", "*E")])
 def test_a_row_alone_is_the_same_row_in_a_batch(name, core):
     config = configure(name, prelude="", core=core)
     params = params_of(config)

@@ -15,7 +15,7 @@ from elr_jax.layers.linear import Packed, pack, product, products
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.layers.rope import Rotary, rotary_table, rotate
 from elr_jax.params import matrix, vector
-from elr_jax.typing import Array, Float, Hidden, Int, Positions, SegmentIds, widen
+from elr_jax.typing import Array, Float, Hidden, Int, Int32, Positions, SegmentIds, widen
 from pallas_kernels.contract import Implementation
 from pallas_kernels.windowed_attention import cached_attention, windowed_attention
 
@@ -84,8 +84,12 @@ class Context:
     """What conditioned layers are told of each row; None without conditioning."""
     new: Int[Array, "B"] | None = None
     """How many of each row's tokens, its first ones, are real and not padding; None without a cache."""
+    round: Int32[Array, ""] | None = None
+    """Which round of the core this is, from 0; None outside of it."""
     kernels: Implementation | None = struct.field(pytree_node=False, default=None)
     """Form of the attention; None: the best one known."""
+    probe: bool = struct.field(pytree_node=False, default=False)
+    """Whether layers that carry something from round to round also measure what that changes."""
 
 
 def make_context(

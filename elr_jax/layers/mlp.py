@@ -65,10 +65,15 @@ def mlp(x: Hidden, params: MLP | PackedMLP, config: ModelConfig) -> Hidden:
     """
     up, *gate = products(x, params.reads)
     up = _scaled(up, params.up_scale, config)
-    inner = jax.nn.silu(_scaled(gate[0], params.gate_scale, config)) * up if gate else jnp.square(jax.nn.relu(up))
+    inner = activation(up, _scaled(gate[0], params.gate_scale, config) if gate else None)
     if config.sphere:
         inner = unit_norm(inner, eps=config.norm_eps)
     return product(inner, params.down)
+
+
+def activation(up: Array, gate: Array | None) -> Array:
+    """silu(gate) up, or relu(up)² without a gate."""
+    return jnp.square(jax.nn.relu(up)) if gate is None else jax.nn.silu(gate) * up
 
 
 def _scaled(x: Float[Array, "B T F"], scale: Float[Array, "F"] | None, config: ModelConfig) -> Float[Array, "B T F"]:

@@ -8,6 +8,7 @@ Groups come from `ParamSpec.group`, never from a leaf's rank. Beside Muon:
     vector     AdamW  adam_learning_rate                       no
     loop       AdamW  adam_learning_rate · loop_lr_scale       no
     condition  AdamW  adam_learning_rate · condition_lr_scale  no
+    balance    none   the train step moves it by the load      no
 
 With `optimizer="adamw"` every group is AdamW and `learning_rate` stands for both rates. The condition group, which may
 join in the middle of a run, follows the run's schedule times a warm-up that counts its own updates, as its moments do.
@@ -119,11 +120,11 @@ def learning_rate(config: OptimConfig, total_steps: int, *, peak: float | None =
 def muon_dimensions(spec: ParamSpec) -> MuonDimensionNumbers:
     """The spec's weight as the matrix that Muon makes orthogonal: its `inputs` axes by all the others.
 
-    wq [D, N, H] is D by N·H, and wo [N, H, D] with two inputs is N·H by D.
+    wq [D, N, H] is D by N·H, and wo [N, H, D] with two inputs is N·H by D; stacked matrices are as many of their own.
     """
-    if not 0 < spec.inputs < len(spec.shape):
+    if not 0 < spec.inputs < len(spec.shape) - spec.stack:
         raise ElrError(f"a matrix of shape {spec.shape} has inputs={spec.inputs}: Muon needs axes on both sides")
-    axes = tuple(range(len(spec.shape)))
+    axes = tuple(range(spec.stack, len(spec.shape)))
     return MuonDimensionNumbers(reduction_axis=axes[: spec.inputs], output_axis=axes[spec.inputs :])
 
 
@@ -174,7 +175,10 @@ def make_optimizer(
         "vector": adamw(1.0, 0.0),
         "loop": adamw(config.loop_lr_scale, 0.0),
     }
-    if "condition" in jax.tree.leaves(groups):  # a model without it keeps no count of its updates
+    present = jax.tree.leaves(groups)
+    if "condition" in present:  # a model without it keeps no count of its updates
         rules["condition"] = conditioning()
+    if "balance" in present:
+        rules["balance"] = optax.set_to_zero()
     split = optax.partition(rules, groups)
     return split if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), split)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elr_jax import flops, model
 from elr_jax.config import ModelConfig, from_dict, to_dict
@@ -220,9 +221,24 @@ class _Reporter:
             "layer_passes": flops.layer_passes(recipe.model, rounds / recipe.batch_size),
             "train_flops": done,
             "skipped": int(metrics.skipped),
+            **_routing_scalars(metrics),
             **speed,
         }
         self._log.write(number, scalars)
+
+
+def _routing_scalars(metrics: StepMetrics) -> dict[str, float]:
+    """A token's balance and z loss, and the most loaded expert's load over its mixture's mean."""
+    routing = metrics.routing
+    if routing is None:
+        return {}
+    weight = float(metrics.by_depth.weight.sum())
+    load = np.asarray(routing.load)
+    return {
+        "balance_loss": float(routing.balance) / weight,
+        "z_loss": float(routing.z) / weight,
+        "largest_load": float((load.max(axis=1) / load.mean(axis=1)).max()),
+    }
 
 
 @contextmanager

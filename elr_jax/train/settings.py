@@ -1,6 +1,7 @@
 """Everything a training run is told: the recipe, which a checkpoint pins, and how this launch goes about it."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,23 @@ from elr_jax.depth import LAW_UNIONS, DepthLaw, Fixed, Switch
 from elr_jax.errors import ElrError
 from elr_jax.train.data import DataConfig
 from elr_jax.train.optim import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How the routers of mixtures of experts are kept in balance; of no effect on a model without them."""
+
+    balance_loss: float = 1e-4
+    """Factor of the balance loss that each execution of a mixture adds to a token's nats."""
+    z_loss: float = 0.0
+    """Factor of the squared log-sum of the router's exponentials that each execution adds."""
+    bias_rate: float = 1e-3
+    """Step of the selection biases towards experts with less than the mean load."""
+
+    def __post_init__(self):
+        for name in ("balance_loss", "z_loss", "bias_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ElrError(f"routing.{name}={getattr(self, name)} must be a number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +44,7 @@ class Recipe:
     """Parts a batch is cut into after sorting by depth; each part runs as deep as its deepest row."""
     backprop_loops: int | None = None
     """Last rounds of each row that carry gradients; None means all."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     seed: int = 0
 
     def __post_init__(self):

@@ -2,6 +2,7 @@
 
 One compiled program serves every draw. Gradients are those of the mean loss over the whole batch's scored tokens,
 however depths and masks fall into the microbatches: each microbatch adds its summed loss divided by the global weight.
+The selection biases of mixtures of experts have no gradient; the step's whole load moves them after the update.
 """
 
 from collections.abc import Callable
@@ -38,6 +39,18 @@ class TrainState:
 
 
 @struct.dataclass
+class RoutingSums:
+    """What the mixtures of experts did, every execution of them counted."""
+
+    load: Float[Array, "layers E"]
+    """Tokens an expert was given."""
+    balance: Float[Array, ""]
+    """Σ over tokens of weight times the balance losses of the token's row."""
+    z: Float[Array, ""]
+    """The same of the z losses."""
+
+
+@struct.dataclass
 class StepMetrics:
     """What one step reports."""
 
@@ -48,6 +61,8 @@ class StepMetrics:
     useful_rounds: Int32[Array, ""]
     """Row-rounds the draw asked for: Σ depth."""
     skipped: Int32[Array, ""]
+    routing: RoutingSums | None
+    """None for a model without mixtures of experts."""
 
     @property
     def loss(self) -> Float[Array, ""]:
@@ -92,13 +107,15 @@ def train_step(
     order = sort_by_depth(depth, recipe.microbatches)
     loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
     parts = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, noise_keys))
-    gradient, sums = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
+    gradient, (by_depth, routing) = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
 
     grad_norm = optax.tree.norm(gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
     if recipe.model.sphere:
         params = onto_sphere(params, model.param_specs(recipe.model))
+    if routing is not None:
+        params = model.balance_routers(params, routing.load, recipe.routing.bias_rate, config=recipe.model)
     finite = jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
@@ -107,19 +124,20 @@ def train_step(
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     metrics = StepMetrics(
-        by_depth=sums,
+        by_depth=by_depth,
         grad_norm=grad_norm,
         executed_rounds=executed_rounds(depth[order], recipe.microbatches),
         useful_rounds=useful_rounds(depth),
         skipped=skipped,
+        routing=routing,
     )
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=state.key, skipped=skipped), metrics
 
 
 def batch_loss(
     params: model.Params, part: tuple[Batch, Depth, PRNGKeyArray], *, recipe: Recipe, runtime: Runtime
-) -> tuple[Float[Array, ""], DepthSums]:
-    """Summed loss of some rows in nats, and the sums by loop count."""
+) -> tuple[Float[Array, ""], tuple[DepthSums, RoutingSums | None]]:
+    """Summed loss of some rows in nats, and the sums by loop count and of the mixtures of experts."""
     batch, depth, keys = part
     total, scores = model.loss(
         params,
@@ -133,20 +151,30 @@ def batch_loss(
         key=keys,
         backprop_loops=recipe.backprop_loops,
     )
-    return total, sum_by_depth(scores.loss, batch.weights, depth, max_loops=recipe.model.loop.max_loops)
+    by_depth = sum_by_depth(scores.loss, batch.weights, depth, max_loops=recipe.model.loop.max_loops)
+    if not scores.routing:
+        return total, (by_depth, None)
+    weight = jnp.sum(batch.weights, axis=1)
+    routing = RoutingSums(
+        load=jnp.stack([jnp.sum(one.load, axis=0) for one in scores.routing]),
+        balance=jnp.sum(weight * sum(one.balance for one in scores.routing)),
+        z=jnp.sum(weight * sum(one.z for one in scores.routing)),
+    )
+    total = total + recipe.routing.balance_loss * routing.balance + recipe.routing.z_loss * routing.z
+    return total, (by_depth, jax.lax.stop_gradient(routing))
 
 
 def accumulate(
-    loss_function: Callable[..., tuple[Float[Array, ""], DepthSums]],
+    loss_function: Callable[..., tuple[Float[Array, ""], Any]],
     params: Any,
     parts: Any,
     *,
     total: Float[Array, ""],
-) -> tuple[Any, DepthSums]:
+) -> tuple[Any, Any]:
     """Gradient of Σ over parts of loss / total, and the summed metrics; parts are stacked on their first axis."""
     scale = 1.0 / jnp.maximum(total, 1.0)
 
-    def one(carry: tuple[Any, DepthSums], part: Any):
+    def one(carry: tuple[Any, Any], part: Any):
         (_, sums), gradient = jax.value_and_grad(loss_function, has_aux=True)(params, part)
         gradient = jax.tree.map(lambda g: g * scale, gradient)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None

@@ -1,0 +1,191 @@
+"""Mixture of experts (`E`): each token goes to its k best of E feed-forward experts, and to one that all share.
+
+With x the normed hidden state and p = σ(x R) the router's scores, in float32,
+
+    experts(t) = the k largest of p_t + bias,    w_te = scale · p_te / Σ_e p_te over these,
+    y_t = Σ_e w_te f_e(x_t) + f_shared(x_t).
+
+The bias only selects: no gradient reaches it, `balanced` moves it against the load. No token is dropped: tokens are
+sorted by expert and a grouped product runs each expert on its own, so a token's output depends on no other token.
+
+Rounds of the core may replay the routes of the first (`MoEConfig.replay`): experts are those of round one, weights are
+this round's scores of them, so the router keeps its gradient. [ELR, Megatron-LM, DeepSeek-V3]
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from elr_jax.config import MLPConfig, ModelConfig, MoEConfig
+from elr_jax.layers.attention import Context
+from elr_jax.layers.linear import wide_product
+from elr_jax.layers.mlp import MLP, activation, mlp, mlp_specs
+from elr_jax.params import matrix, vector
+from elr_jax.typing import Array, Float, Hidden, Int32, widen
+
+Experts = Int32[Array, "B T k"]
+
+
+@struct.dataclass
+class MoE:
+    """Weights of one mixture; `gate` is None for squared ReLU, `shared` where all experts are routed to."""
+
+    router: Float[Array, "D E"]
+    bias: Float[Array, "E"]
+    gate: Float[Array, "E D F"] | None
+    up: Float[Array, "E D F"]
+    down: Float[Array, "E F D"]
+    shared: MLP | None
+
+
+@struct.dataclass
+class Routing:
+    """What a mixture did in the passes so far, finished examples left out: sums over executions, one a round.
+
+    Losses are means over a row's tokens. What compares a replayed route with the fresh one of its round is zero unless
+    `Context.probe` asks for it.
+    """
+
+    experts: Experts
+    """Of the newest execution."""
+    load: Float[Array, "B E"]
+    """Tokens an expert was given."""
+    balance: Float[Array, "B"]
+    """Σ_e f_e P_e with f_e = E/k · share of tokens given to e, P_e = mean of p_te / Σ_e p_te: 1 where all is even."""
+    z: Float[Array, "B"]
+    """Mean of (log Σ_e exp(x R)_e)²."""
+    overlap: Float[Array, "B"]
+    """Share of a token's experts that a fresh route has too."""
+    cosine: Float[Array, "B"]
+    """Cosine between the layer's output and that of a fresh route."""
+
+
+def moe_sizes(config: ModelConfig) -> MoEConfig:
+    """Sizes of the mixtures; the config refuses an `E` without them."""
+    assert config.moe is not None
+    return config.moe
+
+
+def moe_specs(config: ModelConfig, output_gain: float) -> MoE:
+    """Parameter declarations of one mixture."""
+    sizes, d = moe_sizes(config), config.d_model
+    e, f = sizes.num_experts, sizes.d_expert
+    wide = matrix((e, d, f), ("expert", "embed", "mlp"), stack=1)
+    shared = None
+    if sizes.d_shared:
+        dense = dataclasses.replace(config, mlp=MLPConfig(d_ff=sizes.d_shared, kind=sizes.kind))
+        shared = mlp_specs(dense, output_gain)
+    return MoE(
+        router=matrix((d, e), ("embed", "expert"), group="embedding", wide=True),
+        bias=vector((e,), ("expert",), 0.0, group="balance"),
+        gate=wide if sizes.kind == "swiglu" else None,
+        up=wide,
+        down=matrix((e, f, d), ("expert", "mlp", "embed"), stack=1, gain=output_gain),
+        shared=shared,
+    )
+
+
+def start_routing(config: ModelConfig, batch: int, length: int) -> Routing:
+    """What a mixture has done before its first execution."""
+    sizes = moe_sizes(config)
+    zero = jnp.zeros(batch)
+    return Routing(
+        experts=jnp.zeros((batch, length, sizes.top_k), jnp.int32),
+        load=jnp.zeros((batch, sizes.num_experts)),
+        balance=zero,
+        z=zero,
+        overlap=zero,
+        cosine=zero,
+    )
+
+
+def moe(
+    x: Hidden, params: MoE, context: Context, config: ModelConfig, *, past: Routing | None = None
+) -> tuple[Hidden, Routing | None]:
+    """The mixture's output, and what it did in all so far (None where `past` is)."""
+    sizes = moe_sizes(config)
+    logits = wide_product(widen(x), params.router)
+    scores = jax.nn.sigmoid(logits)
+    select = lambda: choose(scores, params.bias, sizes.top_k)
+    if past is None or context.round is None or not sizes.replay:
+        experts = select()
+    else:
+        experts = jax.lax.cond(context.round > 0, lambda: past.experts, select)
+    shared = 0 if params.shared is None else mlp(x, params.shared, config)
+    output = lambda experts: shared + run_experts(x, experts, weigh(scores, experts, sizes), params)
+    y = output(experts)
+    if past is None:
+        return y, None
+    balance, load = _balance(scores, experts)
+    done = past.replace(  # pyright: ignore
+        experts=experts,
+        load=past.load + load,
+        balance=past.balance + balance,
+        z=past.z + jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=1),
+    )
+    if context.probe:
+        fresh = select()
+        done = done.replace(
+            overlap=past.overlap + _overlap(experts, fresh), cosine=past.cosine + _cosine(y, output(fresh))
+        )
+    return y, done
+
+
+def choose(scores: Float[Array, "B T E"], bias: Float[Array, "E"], top_k: int) -> Experts:
+    """The experts with the largest biased scores, best first."""
+    return jax.lax.top_k(jax.lax.stop_gradient(scores + bias), top_k)[1]
+
+
+def weigh(scores: Float[Array, "B T E"], experts: Experts, sizes: MoEConfig) -> Float[Array, "B T k"]:
+    """Weights of the chosen experts: their scores without the bias, normed to `route_scale`."""
+    chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    total = jnp.sum(chosen, axis=-1, keepdims=True)
+    return sizes.route_scale * chosen / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+
+
+def run_experts(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], params: MoE) -> Hidden:
+    """Σ over a token's experts of weight ⊙ expert(x), every expert run once on all its tokens."""
+    top_k = experts.shape[-1]
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=params.up.shape[0]).astype(jnp.int32)
+    rows = x.reshape(-1, x.shape[-1])[order // top_k]
+    inner = activation(
+        _grouped(rows, params.up, sizes), None if params.gate is None else _grouped(rows, params.gate, sizes)
+    )
+    outputs = _grouped(inner, params.down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
+    return jnp.sum(widen(outputs) * weights[..., None], axis=2).astype(x.dtype)
+
+
+def balanced(params: MoE, load: Float[Array, "E"], rate: float) -> MoE:
+    """The mixture with its bias moved by `rate` towards experts with less than the mean load. [DeepSeek-V3]"""
+    return params.replace(bias=params.bias + rate * jnp.sign(jnp.mean(load) - load))  # pyright: ignore
+
+
+def _grouped(rows: Float[Array, "M D"], weights: Float[Array, "E D F"], sizes: Int32[Array, "E"]) -> Array:
+    """Each group of rows, one below the other, by its own weight."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    product = jax.lax.ragged_dot(rows, weights.astype(rows.dtype), sizes, preferred_element_type=wide)
+    return product.astype(rows.dtype)
+
+
+def _balance(scores: Float[Array, "B T E"], experts: Experts) -> tuple[Float[Array, "B"], Float[Array, "B E"]]:
+    """The balance loss of each row, and its load."""
+    batch, length, count = scores.shape
+    load = jax.vmap(lambda row: jnp.bincount(row, length=count))(experts.reshape(batch, -1)).astype(scores.dtype)
+    share = load * (count / (length * experts.shape[-1]))
+    mean = jnp.mean(scores / jnp.sum(scores, axis=-1, keepdims=True), axis=1)
+    return jnp.sum(share * mean, axis=-1), load
+
+
+def _overlap(experts: Experts, fresh: Experts) -> Float[Array, "B"]:
+    same = jnp.any(experts[..., :, None] == fresh[..., None, :], axis=-1)
+    return jnp.mean(same, axis=(1, 2), dtype=jnp.float32)
+
+
+def _cosine(y: Hidden, fresh: Hidden) -> Float[Array, "B"]:
+    y, fresh = widen(y), widen(fresh)
+    norms = jnp.linalg.norm(y, axis=-1) * jnp.linalg.norm(fresh, axis=-1)
+    return jnp.mean(jnp.sum(y * fresh, axis=-1) / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny), axis=1)
