@@ -10,6 +10,7 @@ import pytest
 from elr_jax import presets
 from elr_jax.config import LoopRule, Runtime, SphereConfig
 from elr_jax.depth import PerExample
+from elr_jax.losses import linear_cross_entropy
 from elr_jax.model import param_specs
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
@@ -67,6 +68,20 @@ def test_a_training_step_compiles_with_every_kernel(chip, name):
     least = {"elr": 3 * 3 + 2, "dory": 3 * 3 + 6 * 2}[name]
     found = kernels_in(chip, compiled)
     assert found >= least, f"a step of {name} on {chip.name}: {found} kernels, {least} or more expected"
+
+
+def test_the_loss_of_a_large_vocabulary_holds_no_logits(chip):
+    """8,192 tokens, width 2,048, 131,072 words: their logits and the gradient of these would take 8.6 GB in float32.
+
+    What stays is the head's gradient in float32, 1.07 GB, and a chunk.
+    """
+    x, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024, 2048), (2048, 131_072)))
+    targets, weights = (jax.ShapeDtypeStruct((8, 1024), dtype) for dtype in (jnp.int32, jnp.float32))
+    loss = jax.value_and_grad(lambda *args: linear_cross_entropy(*args)[0], argnums=(0, 1))
+    with compiler(chip) as compile:
+        compiled = compile(loss, x, head, targets, weights)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary <= 1.4e9, f"{temporary / 1e9:.2f} GB of temporaries on {chip.name}"
 
 
 def tiny(name):
