@@ -1,4 +1,4 @@
-"""Released checkpoints: `python -m checkpoints_convert dory IN OUT` converts one, `verify PATH` holds it to PyTorch."""
+"""Released checkpoints: `dory IN OUT` and `parcae IN OUT` convert one, `verify PATH` holds a Dory to PyTorch."""
 
 import importlib
 import sys
@@ -7,19 +7,27 @@ import tyro
 
 from elr_jax.errors import one_line_errors
 
-COMMANDS = {"dory": ("checkpoints_convert.convert", "Dory"), "verify": ("checkpoints_convert.verify", "Verify")}
-"""For each command the module and the dataclass of its settings; the module's `run` takes them."""
+COMMANDS = {
+    "dory": ("checkpoints_convert.convert", "Dory", "run"),
+    "parcae": ("checkpoints_convert.convert", "Parcae", "run_parcae"),
+    "verify": ("checkpoints_convert.verify", "Verify", "run"),
+}
+"""For each command the module, the dataclass of its settings and the function that takes them."""
 
 
 def main() -> None:
     """Read the command line, run the command and exit with its status."""
     with one_line_errors():
-        modules = {name: importlib.import_module(module) for name, (module, _) in COMMANDS.items()}
-        settings = {name: getattr(modules[name], kind) for name, (_, kind) in COMMANDS.items()}
+        modules = {name: importlib.import_module(module) for name, (module, *_) in COMMANDS.items()}
+        settings = {name: getattr(modules[name], kind) for name, (_, kind, _) in COMMANDS.items()}
         chosen = tyro.extras.subcommand_cli_from_dict(
             settings, prog="python -m checkpoints_convert", description=__doc__
         )
-        (run,) = (modules[name].run for name, kind in settings.items() if type(chosen) is kind)
+        (run,) = (
+            getattr(modules[name], function)
+            for name, (_, _, function) in COMMANDS.items()
+            if type(chosen) is settings[name]
+        )
         sys.exit(run(chosen))
 
 

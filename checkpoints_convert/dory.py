@@ -1,7 +1,6 @@
 """Dory checkpoints into parameters and back: one tensor at a time, checked whole before anything is read or written."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import jax
 import numpy as np
 
 from checkpoints_convert.dory_config import Table, from_json, to_json
+from checkpoints_convert.dory_rules import IGNORED, LAYOUTS, slots
+from checkpoints_convert.leaves import leaf_paths, load_leaves, match
 from checkpoints_convert.output import byte_bar, new_folder
-from checkpoints_convert.rules import IGNORED, LAYOUTS, Slot, leaf_paths, slots
-from checkpoints_convert.source import SINGLE, find_source, find_tensors, listed
-from checkpoints_convert.tensor_file import DTYPES, Entry, Tensors, file_header, in_file_order, write_tensors
+from checkpoints_convert.source import SINGLE, find_source, find_tensors
+from checkpoints_convert.tensor_file import DTYPES, Tensors, file_header, in_file_order, write_tensors
 from elr_jax.config import ModelConfig, read_json
 from elr_jax.errors import ElrError
 from elr_jax.model import Params, param_specs
@@ -50,87 +50,14 @@ def load_dory(
     """
     found = find_source(source)
     config = read_config(found.file or found.folder, max_loops=max_loops, embedding_norm=embedding_norm)
-    pairs = match(find_tensors(found), config, name=str(source))
-    specs = param_specs(config)
-    places = dict(zip(leaf_paths(specs), _placements(shardings, specs), strict=True))
-    leaves, scratch = {}, np.empty(0, np.uint8)
-    with byte_bar("reading", sum(entry.nbytes for _, entry in pairs)) as advance:
-        # the largest first: a tensor on its way is in memory twice, and most others are not there yet
-        for slot, entry in sorted(pairs, key=lambda pair: -pair[1].nbytes):
-            if not entry.nbytes <= scratch.nbytes <= 2 * entry.nbytes:
-                scratch = np.empty(entry.nbytes, np.uint8)
-            leaves[slot.leaf] = _load(slot, entry.read(scratch), dtype, places[slot.leaf])
-            advance(entry.nbytes)
-    return jax.tree.unflatten(jax.tree.structure(specs), [leaves[path] for path in places]), config
-
-
-def match(entries: Mapping[str, Entry], config: ModelConfig, *, name: str) -> list[tuple[Slot, Entry]]:
-    """Every leaf's slot with its tensor. A tied model's head may be there if it is the embedding, bit for bit.
-
-    Raises:
-        ElrError: names every tensor that is unknown, missing, there twice or of another shape than the config's.
-    """
-    tables = [slots(config, layout) for layout in LAYOUTS]
-    known = {tensor: slot for table in tables for tensor, slot in table.items()}
-    found: dict[str, list[str]] = {}
-    for tensor in entries:
-        if tensor in known:
-            found.setdefault(known[tensor].leaf, []).append(tensor)
-    usual = max(tables, key=lambda table: len(table.keys() & entries.keys()))
-    tied = config.tie_embeddings and HEAD in entries
-    kinds = {
-        "missing": [tensor for tensor, slot in usual.items() if slot.leaf not in found],
-        "unknown": [
-            tensor
-            for tensor in entries
-            if tensor not in known and not IGNORED.search(tensor) and not (tied and tensor == HEAD)
-        ],
-        "there twice": [" = ".join(sorted(same)) for same in found.values() if len(same) > 1],
-        "of another shape": [
-            f"{tensor} {list(entries[tensor].shape)}, expected {list(slot.file_shape)}"
-            for tensor, slot in known.items()
-            if tensor in entries and entries[tensor].shape != slot.file_shape
-        ],
-    }
-    if tied and not all(same_bytes(entries[HEAD], entries[tensor]) for tensor in found.get("embedding", [])):
-        kinds["unlike the embedding, though tie_word_embeddings says it is"] = [HEAD]
-    told = [f"{len(items)} {kind}: {listed(items)}" for kind, items in kinds.items() if items]
-    if told:
-        raise ElrError(
-            f"the tensors of {name} do not fit its config.json: {'; '.join(told)}: mend the one or the other"
-        )
-    return [(known[tensor], entries[tensor]) for (tensor,) in found.values()]
-
-
-def same_bytes(one: Entry, other: Entry) -> bool:
-    """Whether two tensors are equal bit for bit."""
-    return one[1:3] == other[1:3] and bool(
-        np.array_equal(one.read().reshape(-1).view(np.uint8), other.read().reshape(-1).view(np.uint8))
+    pairs = match(
+        find_tensors(found),
+        [slots(config, layout) for layout in LAYOUTS],
+        name=str(source),
+        ignored=IGNORED,
+        tied_head=HEAD if config.tie_embeddings else None,
     )
-
-
-def _placements(shardings: Any, specs: Params) -> list[Any]:
-    """Where each leaf goes, in the tree's order."""
-    count = len(jax.tree.leaves(specs))
-    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-        return [shardings] * count
-    if jax.tree.structure(shardings) != jax.tree.structure(specs):
-        raise ElrError("shardings has another structure than the parameters: give one Sharding, or one for each leaf")
-    return jax.tree.leaves(shardings)
-
-
-def _load(slot: Slot, tensor: np.ndarray, dtype: Any, placement: Any) -> jax.Array:
-    leaf = _aligned(slot.spec.shape, np.dtype(dtype or tensor.dtype))
-    slot.transform.load(tensor, slot.spec, leaf)
-    return jax.device_put(leaf, placement).block_until_ready()
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Fresh memory from a multiple of 64 on: a CPU device takes it as it is, where it would copy any other."""
-    size = dtype.itemsize * math.prod(shape)
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return load_leaves(pairs, param_specs(config), dtype=dtype, shardings=shardings), config
 
 
 def save_dory(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from checkpoints_convert.dory_layers import LETTER_OF, read_layers
-from checkpoints_convert.rules import in_pairs
+from checkpoints_convert.dory_rules import in_pairs
 from elr_jax import presets
 from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, SphereConfig
 from elr_jax.errors import ElrError

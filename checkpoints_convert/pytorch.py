@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from checkpoints_convert.rules import IGNORED
+from checkpoints_convert.dory_rules import IGNORED
 from checkpoints_convert.source import INDEX, SINGLE
 from elr_jax.config import ModelConfig
 from elr_jax.errors import ElrError

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 
 from checkpoints_convert.dory_config import Dialect, to_json
-from checkpoints_convert.rules import LINEAR, Layout, Slot, slots
+from checkpoints_convert.dory_rules import Layout, slots
+from checkpoints_convert.leaves import LINEAR, Slot
 from checkpoints_convert.tensor_file import DTYPES, write_tensors
 from elr_jax.config import ModelConfig, SphereConfig
 from elr_jax.errors import ElrError

@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,11 @@ class Source(NamedTuple):
         return self.folder / "config.json"
 
 
-def find_source(source: str | Path) -> Source:
-    """The checkpoint that a path or a Hub id (`owner/name`, `owner/name@revision`) names, downloaded if need be."""
+def find_source(source: str | Path, *, more: Sequence[str] = ()) -> Source:
+    """The checkpoint that a path or a Hub id (`owner/name`, `owner/name@revision`) names, downloaded if need be.
+
+    Of a Hub id, files named in `more` come along with safetensors, config and tokenizer.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return Source(path, None)
@@ -40,7 +44,7 @@ def find_source(source: str | Path) -> Source:
             raise ElrError(f"{path} is no .safetensors file: give one, or the folder that holds it")
         return Source(path.parent, path)
     if _HUB_ID.fullmatch(str(source)):
-        return Source(_download(str(source)), None)
+        return Source(_download(str(source), more), None)
     raise ElrError(f"{source} does not exist: give a folder, a .safetensors file or a Hub id such as owner/name")
 
 
@@ -93,7 +97,7 @@ def listed(items: list[str], *, most: int = 12) -> str:
     return ", ".join(items[:most]) + more
 
 
-def _download(source: str) -> Path:
+def _download(source: str, more: Sequence[str]) -> Path:
     name, _, revision = source.partition("@")
     try:
         hub = importlib.import_module("huggingface_hub")
@@ -101,7 +105,7 @@ def _download(source: str) -> Path:
         raise ElrError(
             f"{source} is no path here, and a Hub id needs: pip install 'elr-jax[hub]'; or give a folder"
         ) from error
-    patterns = ["config.json", SINGLE, INDEX, "model-*.safetensors", *TOKENIZER_FILES]
+    patterns = ["config.json", SINGLE, INDEX, "model-*.safetensors", *TOKENIZER_FILES, *more]
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # the Hub's client raises its own, its transport's and the system's

@@ -19,6 +19,7 @@ from elr_jax.errors import ElrError
 LETTERS = {
     "*": "full attention",
     "S": "sliding-window attention",
+    "V": "full attention with value embeddings",
     "D": "gated delta product",
     "-": "MLP",
     "E": "mixture of experts",
@@ -42,9 +43,13 @@ class AttentionConfig:
     """Base of the `S` layers' angles; None: the same."""
     qk_norm: bool = False
     """RMS-normalise queries and keys (no parameters) after the rotation."""
+    qk_norm_eps: float | None = None
+    """Its offset under the root; None: the model's `norm_eps`."""
+    value_gate_inputs: int = 32
+    """Inputs that the gate of a `V` layer's value embedding reads, the first ones."""
 
     def __post_init__(self):
-        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "window", "value_gate_inputs"):
             _positive(f"attention.{name}", getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ElrError(
@@ -261,6 +266,13 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
+        if "V" in self.layers and self.sphere is not None:
+            raise ElrError(f"sphere has no form of the V in {self.layers!r}: use other layers, or sphere=None")
+        if "V" in self.layers and self.attention.value_gate_inputs > self.d_model:
+            raise ElrError(
+                f"attention.value_gate_inputs={self.attention.value_gate_inputs} is more than d_model={self.d_model}: "
+                "a V layer has no more inputs"
+            )
         for letter, name, sizes in (("D", "delta", "DeltaProductConfig"), ("E", "moe", "MoEConfig")):
             if letter in self.layers and self.sphere is not None:
                 raise ElrError(

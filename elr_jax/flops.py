@@ -127,7 +127,7 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
         return _delta_product(d, config.delta, seq_len)
     window = attention.window if letter == "S" else None
     n, k, h = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    gate = 2 * d * n * h if config.sphere else 0
+    gate = 2 * d * n * h if config.sphere else 2 * attention.value_gate_inputs * k if letter == "V" else 0
     return gate + 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)
 
 

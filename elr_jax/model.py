@@ -73,7 +73,7 @@ def param_specs(config: ModelConfig) -> Params:
     std = None if sphere else d**-0.5 if config.tie_embeddings else 1.0
     head = matrix((d, v), ("embed", "vocab"), group="embedding", unit=sphere is not None)
     return Params(
-        embedding=table(v, d, std),
+        embedding=table((v, d), ("vocab", "embed"), std),
         prelude=stack_specs(config.prelude, config),
         core=stack_specs(config.core, config, layer_specs(config)),
         coda=stack_specs(config.coda, config, layer_specs(config)),
@@ -253,7 +253,9 @@ def extend(
     new = jnp.full(batch, count, jnp.int32) if new is None else new
     if positions is None:
         positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(positions, jnp.zeros_like(tokens), config, runtime=runtime, length=cache.length, new=new)
+    context = make_context(
+        positions, jnp.zeros_like(tokens), config, tokens=tokens, runtime=runtime, length=cache.length, new=new
+    )
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
@@ -376,7 +378,7 @@ def _encode(
         segment_ids = jnp.zeros(tokens.shape, jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    context = make_context(positions, segment_ids, config, runtime=runtime)
+    context = make_context(positions, segment_ids, config, tokens=tokens, runtime=runtime)
     with jax.named_scope("prelude"):
         x = _embed(params, tokens, config, runtime)
         start = start_carry(config.prelude, config, *tokens.shape)

@@ -98,10 +98,10 @@ def matrix(
     return ParamSpec(shape=shape, axes=axes, init=init, group=group, inputs=inputs, stack=stack, wide=wide)
 
 
-def table(rows: int, width: int, std: float | None) -> Any:
+def table(shape: tuple[int, ...], axes: tuple[str | None, ...], std: float | None) -> Any:
     """An embedding: for each token one row of the given standard deviation, or of norm 1 (None)."""
     init = unit_normal(1) if std is None else truncated_normal(std)
-    return ParamSpec(shape=(rows, width), axes=("vocab", "embed"), init=init, group="embedding")
+    return ParamSpec(shape=shape, axes=axes, init=init, group="embedding")
 
 
 def vector(shape: tuple[int, ...], axes: tuple[str | None, ...], value: float, *, group: Group = "vector") -> Any:

@@ -1,6 +1,7 @@
 """Named models, each with the table its numbers come from."""
 
 import dataclasses
+from typing import Literal
 
 from elr_jax.config import (
     AttentionConfig,
@@ -149,6 +150,38 @@ def tiny_moe(loop: LoopRule | None = None) -> ModelConfig:
         hybrid,
         **{name: getattr(hybrid, name).replace("-", "E") for name in ("prelude", "core", "coda")},
         moe=MoEConfig(num_experts=8, top_k=2, d_expert=128, d_shared=256, kind="squared_relu", route_scale=2.5),
+    )
+
+
+PARCAE = LoopRule(initial="random", inject="gated", update="replace", readout="linear", max_loops=24)
+"""The loop rule of Parcae, trained at a mean of 8 loops."""
+
+
+def parcae(size: Literal["140m", "370m", "770m", "1.3b"]) -> ModelConfig:
+    """A published Parcae: as many blocks before, in and after the loop, every second one with a value embedding."""
+    blocks, width = {"140m": (2, 768), "370m": (4, 1024), "770m": (6, 1280), "1.3b": (8, 1536)}[size]
+    stack = "*-V-" * (blocks // 2)
+    heads = width // 128
+    return ModelConfig(
+        vocab_size=32_768,
+        d_model=width,
+        prelude=stack,
+        core=stack,
+        coda=stack,
+        attention=AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=128,
+            rope_base=50_000.0,
+            qk_norm=True,
+            qk_norm_eps=2.0**-23,
+        ),
+        mlp=MLPConfig(d_ff=4 * width, kind="squared_relu"),
+        loop=PARCAE,
+        tie_embeddings=True,
+        norm_eps=1e-5,
+        residual_init="zero",
+        max_positions=2048,
     )
 
 

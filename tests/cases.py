@@ -33,7 +33,7 @@ def small_model(rule: LoopRule, *, prelude: str = "*", core: str = "S-", coda: s
             "prelude": prelude,
             "core": core,
             "coda": coda,
-            "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=3),
+            "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, window=3, value_gate_inputs=5),
             "mlp": MLPConfig(d_ff=12),
             "delta": DeltaProductConfig(num_heads=4, num_key_heads=2, key_dim=3, value_dim=5, householder=2),
             "moe": MoEConfig(num_experts=5, top_k=2, d_expert=6, d_shared=4, route_scale=1.5),

@@ -29,6 +29,7 @@ CASES["told the progress"] = small_model(
 )
 CASES["delta product"] = small_model(RULES["elr"], core="D-", prelude="*", coda="D")
 CASES["mixture of experts"] = small_model(RULES["elr"], core="E", prelude="E-", coda="E")
+CASES["value embeddings"] = small_model(RULES["parcae"], core="V-", prelude="V")
 CASES["full attention"] = small_model(RULES["elr"], core="*", prelude="-")
 
 

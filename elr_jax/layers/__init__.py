@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 def _attention(letter: str) -> Layer:
     memory = Memory(partial(kv_entry, letter=letter), kv_commit)
-    return Layer(attention_specs, partial(attend, letter=letter), memory, pack_attention)
+    return Layer(partial(attention_specs, letter=letter), partial(attend, letter=letter), memory, pack_attention)
 
 
 def _mlp(x: Hidden, params: Any, context: Context, config: ModelConfig, *, past: None = None) -> tuple[Hidden, None]:
@@ -55,6 +55,7 @@ def _mlp(x: Hidden, params: Any, context: Context, config: ModelConfig, *, past:
 LAYERS = {
     "*": _attention("*"),
     "S": _attention("S"),
+    "V": _attention("V"),
     "D": Layer(delta_product_specs, delta_product, Memory(delta_entry, delta_commit, recurrent=True)),
     "-": Layer(mlp_specs, _mlp, pack=pack_mlp),
     "E": Layer(moe_specs, moe, carry=start_routing),

@@ -1,6 +1,9 @@
-"""Causal grouped-query attention, full (`*`) or over a sliding window (`S`).
+"""Causal grouped-query attention: full (`*`), over a sliding window (`S`), or with value embeddings (`V`).
 
-Tokens attend within their own segment only. With a past, tokens attend to it and to themselves.
+Tokens attend within their own segment only. With a past, tokens attend to it and to themselves. A `V` is a `*` whose
+values have a part that the token alone decides, gated by the head's reading of the first C inputs:
+
+    v_t ← v_t + 2σ(x_t[:C] G) ⊙ table[token_t]    [Parcae, modded-nanogpt]
 """
 
 from dataclasses import replace
@@ -11,11 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.layers.linear import Packed, pack, product, products
+from elr_jax.layers.linear import Packed, pack, product, products, wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.layers.rope import Rotary, rotary_table, rotate
-from elr_jax.params import matrix, vector
-from elr_jax.typing import Array, Float, Hidden, Int, Int32, Positions, SegmentIds, widen
+from elr_jax.params import matrix, table, vector
+from elr_jax.typing import Array, Float, Hidden, Int, Int32, Keys, Positions, SegmentIds, Tokens, widen
 from pallas_kernels.contract import Implementation
 from pallas_kernels.windowed_attention import cached_attention, windowed_attention
 
@@ -31,6 +34,14 @@ class SphereAttention:
 
 
 @struct.dataclass
+class ValueEmbedding:
+    """What a `V` layer adds to its values."""
+
+    table: Float[Array, "V K H"]
+    gate: Float[Array, "C K"]
+
+
+@struct.dataclass
 class Attention:
     """Projections of one attention layer."""
 
@@ -39,6 +50,7 @@ class Attention:
     value: Float[Array, "D K H"]
     output: Float[Array, "N H D"]
     sphere: SphereAttention | None
+    embedding: ValueEmbedding | None
 
     @property
     def reads(self) -> tuple[Array, ...]:
@@ -54,13 +66,15 @@ class PackedAttention:
     reads: Packed
     output: Packed
     sphere: SphereAttention | None
+    embedding: ValueEmbedding | None
 
 
 def pack_attention(params: Attention, dtype: str) -> PackedAttention:
     """Two matrices instead of four or five."""
     sphere = None if params.sphere is None else replace(params.sphere, gate=None)
     output = pack(params.output, inputs=2, dtype=dtype)
-    return PackedAttention(reads=pack(*params.reads, dtype=dtype), output=output, sphere=sphere)
+    reads = pack(*params.reads, dtype=dtype)
+    return PackedAttention(reads=reads, output=output, sphere=sphere, embedding=params.embedding)
 
 
 @struct.dataclass
@@ -76,6 +90,8 @@ class Context:
     """What the layers of a forward pass share about its tokens."""
 
     segment_ids: SegmentIds
+    tokens: Tokens | None
+    """For `V` layers; None where they aren't known."""
     rotary: dict[float, Rotary]
     """Angles by rotary base."""
     length: Int[Array, "B"] | None = None
@@ -97,20 +113,21 @@ def make_context(
     segment_ids: SegmentIds,
     config: ModelConfig,
     *,
+    tokens: Tokens | None = None,
     runtime: Runtime = Runtime(),
     length: Int[Array, "B"] | None = None,
     new: Int[Array, "B"] | None = None,
 ) -> Context:
     """The context of a batch; the rotary tables are made here, once, and not in every round of the loop."""
     attention = config.attention
-    table = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=runtime.dtype)
-    bases = (attention.base(letter) for letter in sorted({"*", "S"} & set(config.layers)))
-    rotary = {base: table(base=base) for base in bases if base is not None}
+    angles = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=runtime.dtype)
+    bases = (attention.base(letter) for letter in sorted({"*", "S", "V"} & set(config.layers)))
+    rotary = {base: angles(base=base) for base in bases if base is not None}
     rest = {"length": length, "new": new, "kernels": runtime.implementation}
-    return Context(segment_ids=segment_ids, rotary=rotary, **rest)
+    return Context(segment_ids=segment_ids, tokens=tokens if "V" in config.layers else None, rotary=rotary, **rest)
 
 
-def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
+def attention_specs(config: ModelConfig, output_gain: float, *, letter: str) -> Attention:
     """Parameter declarations of one attention layer."""
     d, n, k, h = config.d_model, config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim
     sphere = config.sphere
@@ -123,6 +140,16 @@ def attention_specs(config: ModelConfig, output_gain: float) -> Attention:
         value=narrow,
         output=matrix((n, h, d), ("heads", "head_dim", "embed"), inputs=2, gain=output_gain, unit=sphere is not None),
         sphere=SphereAttention(gate=wide, query_scale=scale, gate_scale=scale) if sphere else None,
+        embedding=_value_embedding_specs(config) if letter == "V" else None,
+    )
+
+
+def _value_embedding_specs(config: ModelConfig) -> ValueEmbedding:
+    """A table of values, and a gate that starts at one everywhere."""
+    k, h, inputs = config.attention.num_kv_heads, config.attention.head_dim, config.attention.value_gate_inputs
+    return ValueEmbedding(
+        table=table((config.vocab_size, k, h), ("vocab", "kv_heads", "head_dim"), 1.0),
+        gate=matrix((inputs, k), (None, "kv_heads"), group="embedding", gain=0.0),
     )
 
 
@@ -142,11 +169,14 @@ def attend(
     σ(x W_g ⊙ gate_init·(gate_scale/std)²) and normalised over all heads before the last product. [Dory]
     """
     q, k, v, *gate = products(x, params.reads)
+    if params.embedding is not None:
+        v = _with_embedding(v, x, params.embedding, context)
     base = config.attention.base(letter)
     if base is not None:
         q, k = rotate(q, context.rotary[base]), rotate(k, context.rotary[base])
     if config.attention.qk_norm:
-        q, k = rms_norm(q, eps=config.norm_eps), rms_norm(k, eps=config.norm_eps)
+        eps = config.norm_eps if config.attention.qk_norm_eps is None else config.attention.qk_norm_eps
+        q, k = rms_norm(q, eps=eps), rms_norm(k, eps=eps)
     if params.sphere is not None and config.sphere is not None:
         q, k = unit_norm(q, eps=config.norm_eps), unit_norm(k, eps=config.norm_eps)
         factor = config.attention.head_dim**0.5 / config.sphere.init_std
@@ -165,3 +195,10 @@ def attend(
         out = unit_norm(out.reshape(*out.shape[:2], -1), eps=config.norm_eps).reshape(out.shape)
     made = KV(key=jnp.swapaxes(k, 1, 2), value=jnp.swapaxes(v, 1, 2))
     return product(out, params.output, inputs=2), made
+
+
+def _with_embedding(v: Keys, x: Hidden, params: ValueEmbedding, context: Context) -> Keys:
+    """The values with what their tokens add."""
+    assert context.tokens is not None, "make_context was not given the tokens of a model with V layers"
+    gate = 2 * jax.nn.sigmoid(wide_product(x[..., : params.gate.shape[0]], params.gate))
+    return (widen(v) + gate[..., None] * widen(params.table[context.tokens])).astype(v.dtype)

@@ -16,8 +16,9 @@ import pytest
 from cases import assert_same_bits, tiny_dory
 
 from checkpoints_convert import dory, file_bytes, load_dory, output, read_config, save_dory
+from checkpoints_convert.dory_rules import LAYOUTS, slots
+from checkpoints_convert.leaves import turn
 from checkpoints_convert.random_dory import write_random_dory
-from checkpoints_convert.rules import LAYOUTS, slots, turn
 from checkpoints_convert.tensor_file import read_entries, write_tensors
 from elr_jax import presets
 from elr_jax.config import MLPConfig

@@ -12,8 +12,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from checkpoints_convert import load_dory, save_dory  # noqa: E402
 from checkpoints_convert.dory_config import to_json  # noqa: E402
+from checkpoints_convert.dory_rules import LAYOUTS, slots  # noqa: E402
 from checkpoints_convert.random_dory import write_random_dory  # noqa: E402
-from checkpoints_convert.rules import LAYOUTS, slots  # noqa: E402
 from checkpoints_convert.tensor_file import read_entries  # noqa: E402
 
 pytestmark = pytest.mark.parity

@@ -10,64 +10,17 @@ sub-layer, counted from 0 over prelude, core and coda; `{block}` is a pair of at
 | `state_dict` | what `state_dict()` of its model gives |
 """
 
-import math
 import re
-from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
-import jax
-import numpy as np
-
+from checkpoints_convert.leaves import AS_IS, FLAT, LINEAR, Slot, Transform, leaf_specs
 from elr_jax.config import ModelConfig
-from elr_jax.model import Params, param_specs
-from elr_jax.params import ParamSpec
 
 Layout = Literal["released", "transformers", "state_dict"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 IGNORED = re.compile(r"rotary_emb\.(?:\w+_)?(?:original_)?inv_freq$")
 """Buffers that follow from the config; some savers write them."""
-
-
-class Transform(NamedTuple):
-    """What a tensor is to its leaf: the shape on file, and the way in and out."""
-
-    file_shape: Callable[[ParamSpec], tuple[int, ...]]
-    load: Callable[[np.ndarray, ParamSpec, np.ndarray], None]
-    """Fills the leaf, the last argument, whose type may be another."""
-    save: Callable[[np.ndarray, ParamSpec], np.ndarray]
-
-
-def _flat(spec: ParamSpec) -> tuple[int, int]:
-    """Inputs and outputs of a linear map, each as one number."""
-    return math.prod(spec.shape[: spec.inputs]), math.prod(spec.shape[spec.inputs :])
-
-
-def turn(matrix: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Fill `out` with the transposed matrix, in blocks that fit a cache: many times as fast as NumPy's own way."""
-    high, wide = 256, 32
-    for row in range(0, matrix.shape[0], high):
-        for column in range(0, matrix.shape[1], wide):
-            out[column : column + wide, row : row + high] = matrix[row : row + high, column : column + wide].T
-    return out
-
-
-def _fill(tensor: np.ndarray, spec: ParamSpec, leaf: np.ndarray) -> None:
-    leaf[...] = tensor.reshape(spec.shape)
-
-
-def _fill_turned(tensor: np.ndarray, spec: ParamSpec, leaf: np.ndarray) -> None:
-    turn(tensor, leaf.reshape(_flat(spec)))
-
-
-def _turned(leaf: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    return turn(leaf.reshape(_flat(spec)), np.empty(_flat(spec)[::-1], leaf.dtype))
-
-
-AS_IS = Transform(lambda spec: spec.shape, _fill, lambda leaf, spec: leaf)
-FLAT = Transform(lambda spec: (math.prod(spec.shape),), _fill, lambda leaf, spec: leaf.reshape(-1))
-LINEAR = Transform(lambda spec: _flat(spec)[::-1], _fill_turned, _turned)
-"""torch keeps a linear map as [out, in]."""
 
 
 class Rule(NamedTuple):
@@ -127,19 +80,6 @@ RULES = (
 )
 
 
-class Slot(NamedTuple):
-    """A leaf of one model: its path in `Params`, its declaration and what its tensor is to it."""
-
-    leaf: str
-    spec: ParamSpec
-    transform: Transform
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor on file."""
-        return self.transform.file_shape(self.spec)
-
-
 def slots(config: ModelConfig, layout: Layout) -> dict[str, Slot]:
     """Every tensor of a model's checkpoint by its name in one naming; empty where the naming can't tell its layers."""
     if layout != "released" and not in_pairs(config):
@@ -161,16 +101,6 @@ def slots(config: ModelConfig, layout: Layout) -> dict[str, Slot]:
 def in_pairs(config: ModelConfig) -> bool:
     """Whether every attention layer is followed by an MLP in its own section, as transformers has it."""
     return all(re.fullmatch("([*S]-)*", section) for section in (config.prelude, config.core, config.coda))
-
-
-def leaf_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Every declaration by its path, such as `core/3/mixer/query`."""
-    return dict(zip(leaf_paths(param_specs(config)), jax.tree.leaves(param_specs(config)), strict=True))
-
-
-def leaf_paths(params: Params) -> list[str]:
-    """The path of every leaf, in the tree's order."""
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
 
 
 def _places(config: ModelConfig) -> list[tuple[str, str]]:
