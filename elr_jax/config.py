@@ -20,6 +20,8 @@ LETTERS = {
     "*": "full attention",
     "S": "sliding-window attention",
     "V": "full attention with value embeddings",
+    "G": "window attention that also makes global keys, and sees them",
+    "R": "window attention that also sees the global keys of the nearest G above",
     "D": "gated delta product",
     "-": "MLP",
     "E": "mixture of experts",
@@ -36,7 +38,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     window: int = 1024
-    """Keys an `S` layer sees, the query's own included."""
+    """Keys that an `S`, `G` or `R` layer sees of its own, the query's included."""
     rope_base: float | None = 10_000.0
     """Base of the rotary angles; None leaves positions out."""
     window_rope_base: float | None = None
@@ -266,8 +268,12 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
-        if "V" in self.layers and self.sphere is not None:
-            raise ElrError(f"sphere has no form of the V in {self.layers!r}: use other layers, or sphere=None")
+        for letter in "VGR":
+            if letter in self.layers and self.sphere is not None:
+                raise ElrError(
+                    f"sphere has no form of the {letter} in {self.layers!r}: use other layers, or sphere=None"
+                )
+        self._check_readers()
         if "V" in self.layers and self.attention.value_gate_inputs > self.d_model:
             raise ElrError(
                 f"attention.value_gate_inputs={self.attention.value_gate_inputs} is more than d_model={self.d_model}: "
@@ -282,6 +288,16 @@ class ModelConfig:
                 raise ElrError(f"{name}=None leaves the {letter} of {self.layers!r} without sizes: give a {sizes}")
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
+
+    def _check_readers(self) -> None:
+        """Every `R` needs a `G` above it, in a core with a `G` one of the same round."""
+        outside = {"prelude": "", "core": "" if "G" in self.core else self.prelude, "coda": self.prelude + self.core}
+        for name, above in outside.items():
+            letters = getattr(self, name)
+            if "R" in letters and "G" not in above + letters[: letters.index("R")]:
+                raise ElrError(
+                    f"{name}={letters!r} has an R without a G above it whose keys it could read: put one there"
+                )
 
     @property
     def layers(self) -> str:

@@ -125,10 +125,14 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     if letter == "D":
         assert config.delta is not None, "ModelConfig refuses a D without it"
         return _delta_product(d, config.delta, seq_len)
-    window = attention.window if letter == "S" else None
+    window = attention.window if letter in "SGR" else None
     n, k, h = attention.num_heads, attention.num_kv_heads, attention.head_dim
     gate = 2 * d * n * h if config.sphere else 2 * attention.value_gate_inputs * k if letter == "V" else 0
-    return gate + 4 * d * h * (n + k) + 4 * n * h * visited_keys(seq_len, window)
+    keys = visited_keys(seq_len, window)
+    if letter in "GR":
+        keys += visited_keys(seq_len, None, before=attention.window)
+    second = 4 * d * h * k if letter == "G" else 0
+    return gate + second + 4 * d * h * (n + k) + 4 * n * h * keys
 
 
 def _expert_params(config: ModelConfig) -> int:

@@ -16,6 +16,7 @@ from elr_jax.conditioning import Conditioning, conditioning_specs, layer_specs, 
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.layers import LAYERS, Context, make_context, start_carry
+from elr_jax.layers.attention import KV
 from elr_jax.layers.linear import pack as pack_weights
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.moe import Routing, balanced
@@ -23,7 +24,7 @@ from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.loop import LoopParams, initial_noise, loop_specs, run_cached_loop, run_loop, trajectory
 from elr_jax.losses import TokenScores, linear_cross_entropy
 from elr_jax.params import abstract_params, init_params, leaves_by_path, map_specs, matrix, overlay, table, vector
-from elr_jax.residual import SubLayer, apply_stack, extend_stack, stack_specs
+from elr_jax.residual import SubLayer, apply_stack, extend_stack, share, stack_specs
 from elr_jax.typing import (
     Array,
     Conditions,
@@ -205,9 +206,9 @@ def _outcome(
 ) -> tuple[Hidden, tuple[Routing, ...]]:
     """The coda's output, and what the mixtures of experts did."""
     entry, context, noise, before = _encode(params, tokens, config, runtime, segment_ids, positions, key)
-    context = context.replace(probe=probe)  # pyright: ignore
+    context = dataclasses.replace(context, probe=probe)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-    state, during = run_loop(
+    state, (during, shared) = run_loop(
         entry,
         depth,
         params.loop,
@@ -217,11 +218,15 @@ def _outcome(
         runtime=runtime,
         noise=noise,
         backprop_loops=backprop_loops,
-        carried=start_carry(config.core, config, *tokens.shape),
+        carried=_start_core(config, runtime, *tokens.shape),
     )
+    if shared is not None:
+        context = dataclasses.replace(context, shared=shared)
     with jax.named_scope("coda"):
         context, start = _told(context, conditions, -1), start_carry(config.coda, config, *tokens.shape)
-        x, after = apply_stack(state, params.coda, context, start, letters=config.coda, config=config, runtime=runtime)
+        x, _, after = apply_stack(
+            state, params.coda, context, start, letters=config.coda, config=config, runtime=runtime
+        )
     return x, tuple(carried for carried in (*before, *during, *after) if carried is not None)
 
 
@@ -259,7 +264,9 @@ def extend(
     noise = _noise(key, positions, config, runtime)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
 
-    def stack(x: Hidden, name: str, i: Any, carried: tuple[Any, ...] | None = None) -> tuple[Hidden, Any]:
+    def stack(
+        x: Hidden, name: str, context: Context, i: Any, carried: tuple[Any, ...] | None = None
+    ) -> tuple[Hidden, Context, Any]:
         letters, entries = getattr(config, name), caches.read(getattr(cache, name), jnp.maximum(i, 0))
         past = (None,) * len(letters) if fresh else entries
         if carried is not None:
@@ -267,13 +274,15 @@ def extend(
         told = _told(context, conditions, i)
         return extend_stack(x, getattr(params, name), told, past, letters=letters, config=config)
 
-    def once(x: Hidden, name: str) -> tuple[Hidden, Any]:
+    def once(x: Hidden, name: str, context: Context) -> tuple[Hidden, Context, Any]:
         with jax.named_scope(name):
-            x, made = stack(x, name, -1)
-            return x, jax.tree.map(lambda leaf: leaf[None], made)
+            x, context, made = stack(x, name, context, -1)
+            return x, context, jax.tree.map(lambda leaf: leaf[None], made)
+
+    x, context, prelude = once(_embed(params, tokens, config, runtime), "prelude", context)
 
     def round_(i: Int32[Array, ""], u: Hidden, carried: tuple[Any, ...]) -> tuple[Hidden, Any, tuple[Any, ...]]:
-        u, made = stack(u, "core", i, carried)
+        u, _, made = stack(u, "core", context, i, carried)
         carries = [LAYERS[letter].carry is not None for letter in config.core]
         kept = tuple(None if carry else one for carry, one in zip(carries, made, strict=True))
         later = tuple(one if carry else None for carry, one in zip(carries, made, strict=True))
@@ -281,7 +290,6 @@ def extend(
 
     replays = config.moe is not None and config.moe.replay
     carried = start_carry(config.core, config, batch, count) if replays else (None,) * len(config.core)
-    x, prelude = once(_embed(params, tokens, config, runtime), "prelude")
     state, core = run_cached_loop(
         x,
         depth,
@@ -293,7 +301,11 @@ def extend(
         noise=noise,
         carried=carried,
     )
-    state, coda = once(state, "coda")
+    if "G" in config.core:  # the last slot has every token's last round
+        last = config.core.rindex("G")
+        newest = partial(jax.tree.map, lambda leaf: leaf[-1])
+        context = share(context, newest(core[last]), None if fresh else newest(cache.core[last]))
+    state, _, coda = once(state, "coda", context)
     if last_only:
         state = jnp.take_along_axis(state, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     logits = _logits(params, state, config)
@@ -335,8 +347,15 @@ def states(
         config=config,
         runtime=runtime,
         noise=noise,
-        carried=start_carry(config.core, config, *tokens.shape),
+        carried=_start_core(config, runtime, *tokens.shape),
     )
+
+
+def _start_core(config: ModelConfig, runtime: Runtime, batch: int, length: int) -> tuple[tuple[Any, ...], KV | None]:
+    """What the core carries into its first round: what its layers do, and room for the global keys of its last `G`."""
+    shape = batch, config.attention.num_kv_heads, length, config.attention.head_dim
+    empty = jnp.zeros(shape, runtime.dtype)
+    return start_carry(config.core, config, batch, length), KV(key=empty, value=empty) if "G" in config.core else None
 
 
 def _core(config: ModelConfig, runtime: Runtime):
@@ -346,12 +365,13 @@ def _core(config: ModelConfig, runtime: Runtime):
     def core(
         i: Int32[Array, ""],
         x: Hidden,
-        carried: tuple[Any, ...],
+        carried: tuple[tuple[Any, ...], KV | None],
         operands: tuple[tuple[SubLayer, ...], Context, Conditions | None],
-    ) -> tuple[Hidden, tuple[Any, ...]]:
+    ) -> tuple[Hidden, tuple[tuple[Any, ...], KV | None]]:
         stack, context, conditions = operands
-        context = _told(context, conditions, i)
-        return apply_stack(x, stack, context, carried, letters=config.core, config=config, runtime=inner)
+        context, (layers, shared) = _told(context, conditions, i), carried
+        x, context, layers = apply_stack(x, stack, context, layers, letters=config.core, config=config, runtime=inner)
+        return x, (layers, None if shared is None else context.shared)
 
     return core
 
@@ -382,7 +402,7 @@ def _encode(
     with jax.named_scope("prelude"):
         x = _embed(params, tokens, config, runtime)
         start = start_carry(config.prelude, config, *tokens.shape)
-        x, carried = apply_stack(
+        x, context, carried = apply_stack(
             x, params.prelude, context, start, letters=config.prelude, config=config, runtime=runtime
         )
     return x, context, _noise(key, positions, config, runtime), carried

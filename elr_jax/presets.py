@@ -185,6 +185,56 @@ def parcae(size: Literal["140m", "370m", "770m", "1.3b"]) -> ModelConfig:
     )
 
 
+CED_STACKS = {
+    "dense": ("*-" * 2, "*-" * 4, "*-" * 6),
+    "dense_middle": ("*-" * 4, "*-" * 4, "*-" * 4),
+    "encoder": ("S-S-", "G-R-R-R-", "G-R-R-R-R-R-"),
+    "decoder": ("S-S-G-R-R-R-G-", "R-R-R-R-", "R-"),
+    "yoco": ("S-S-", "S-S-S-S-", "G-R-R-R-R-R-"),
+}
+"""Twelve blocks and where the loop stands: dense ones, the causal encoder-decoder's encoder or decoder, and YOCO-U."""
+CedStack = Literal["dense", "dense_middle", "encoder", "decoder", "yoco"]
+
+
+def ced(stack: CedStack, *, d_model: Literal[768, 1024, 1536] = 1024, loops: int = 24) -> ModelConfig:
+    """A toy of the looped causal encoder-decoder or of what it is measured against; with `loops=1` it is not looped.
+
+    Without embeddings 151.0M parameters at width 1024; 2.1M more for every `G` and for Parcae's injection and readout.
+    Blocks, their widths and the loops' places are the published ones. Heads of 64, the window of 256 and a vocabulary
+    of 32,768 are chosen here.
+    """
+    prelude, core, coda = CED_STACKS[stack]
+    heads = d_model // 64
+    return ModelConfig(
+        vocab_size=32_768,
+        d_model=d_model,
+        prelude=prelude,
+        core=core,
+        coda=coda,
+        attention=AttentionConfig(
+            num_heads=heads, num_kv_heads=heads, head_dim=64, window=256, rope_base=50_000.0, qk_norm=True
+        ),
+        mlp=MLPConfig(d_ff=4 * d_model, kind="squared_relu"),
+        loop=PLAIN if loops == 1 else dataclasses.replace(PARCAE, max_loops=loops),
+        tie_embeddings=True,
+        residual_init="zero",
+    )
+
+
+def tiny_ced(stack: CedStack, loop: LoopRule | None = None) -> ModelConfig:
+    """`ced` for two CPU cores: half the blocks of each kind, width 128, a window of 64 bytes; up to 8 loops."""
+    prelude, core, coda = {
+        "dense": ("*-", "*-*-", "*-*-*-"),
+        "dense_middle": ("*-*-", "*-*-", "*-*-"),
+        "encoder": ("S-", "G-R-", "G-R-R-"),
+        "decoder": ("S-G-R-G-", "R-R-", "R-"),
+        "yoco": ("S-", "S-S-", "G-R-R-"),
+    }[stack]
+    text = tiny_text(loop or dataclasses.replace(PARCAE, max_loops=8))
+    attention = dataclasses.replace(text.attention, window=64)
+    return dataclasses.replace(text, prelude=prelude, core=core, coda=coda, attention=attention, residual_init="zero")
+
+
 DORY = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=4)
 """The loop rule of Dory: the prelude's output joins every round, on the unit sphere."""
 

@@ -1,5 +1,6 @@
 """How a sub-layer joins the stream: x + f(RMSNorm(x)), conditioned or not, or a step on the unit sphere."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ from flax import struct
 from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.layers import LAYERS, Context
+from elr_jax.layers.attention import KV, GlobalKV
 from elr_jax.layers.norms import rms_norm
 from elr_jax.params import vector
 from elr_jax.typing import Array, Float, Hidden, widen
@@ -70,19 +72,24 @@ def apply_stack(
     letters: str,
     config: ModelConfig,
     runtime: Runtime,
-) -> tuple[Hidden, tuple[Any, ...]]:
-    """Run a string of layers, each with what it carries; `runtime.remat` says what their backward pass keeps."""
+) -> tuple[Hidden, Context, tuple[Any, ...]]:
+    """Run a string of layers, each with what it carries; `runtime.remat` says what their backward pass keeps.
+
+    With the output come the context, with the global keys of the last `G`, and what the layers carry on.
+    """
     later = []
     for letter, params, before in zip(letters, stack, carried, strict=True):
-        x, after = _remat(letter, config, runtime)(x, params, context, before)
+        x, shared, after = _remat(letter, config, runtime)(x, params, context, before)
+        if shared is not None:
+            context = dataclasses.replace(context, shared=shared)
         later.append(after)
-    return x, tuple(later)
+    return x, context, tuple(later)
 
 
 def _remat(letter: str, config: ModelConfig, runtime: Runtime):
-    def without_cache(x: Hidden, params: SubLayer, context: Context, before: Any) -> tuple[Hidden, Any]:
+    def without_cache(x: Hidden, params: SubLayer, context: Context, before: Any) -> tuple[Hidden, KV | None, Any]:
         x, made = sub_layer(letter, x, params, context, config, before)
-        return x, None if LAYERS[letter].carry is None else made
+        return x, made.shared if letter == "G" else None, None if LAYERS[letter].carry is None else made
 
     policy = POLICIES.get(runtime.remat)
     return without_cache if policy is None else jax.checkpoint(without_cache, policy=policy)
@@ -96,10 +103,20 @@ def extend_stack(
     *,
     letters: str,
     config: ModelConfig,
-) -> tuple[Hidden, tuple[Any, ...]]:
-    """Run a string of layers over new tokens, each after its own past, and collect what they make for the cache."""
+) -> tuple[Hidden, Context, tuple[Any, ...]]:
+    """Run a string of layers over new tokens, each after its own past, and collect what they make for the cache.
+
+    With the output comes the context, with the global keys of the last `G` and of the tokens before.
+    """
     made = []
     for letter, params, before in zip(letters, stack, past, strict=True):
         x, kept = sub_layer(letter, x, params, context, config, before)
+        if letter == "G":
+            context = share(context, kept, before)
         made.append(kept)
-    return x, tuple(made)
+    return x, context, tuple(made)
+
+
+def share(context: Context, made: GlobalKV, past: GlobalKV | None) -> Context:
+    """The context below a `G`, given what it made and what a cache held of it."""
+    return dataclasses.replace(context, shared=made.shared, shared_past=None if past is None else past.shared)

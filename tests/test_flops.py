@@ -30,6 +30,7 @@ CASES["told the progress"] = small_model(
 CASES["delta product"] = small_model(RULES["elr"], core="D-", prelude="*", coda="D")
 CASES["mixture of experts"] = small_model(RULES["elr"], core="E", prelude="E-", coda="E")
 CASES["value embeddings"] = small_model(RULES["parcae"], core="V-", prelude="V")
+CASES["global keys"] = small_model(RULES["parcae"], prelude="S", core="G-R", coda="GR")
 CASES["full attention"] = small_model(RULES["elr"], core="*", prelude="-")
 
 
@@ -80,7 +81,8 @@ def products(jaxpr) -> int:
 def test_every_product_is_counted(case, loops):
     counted = flops.forward_flops(at_most(CASES[case], loops), seq_len=LENGTH).at(loops)
     exact = products(forward(CASES[case], loops, LENGTH).jaxpr.jaxpr) / (ROWS * LENGTH)
-    padded = 1.0 if "S" not in CASES[case].layers else 1.15  # the last block of a window layer is partly empty
+    windows = {"S", "G", "R"} & set(CASES[case].layers)
+    padded = 1.15 if windows else 1.0  # the last block of a window layer is partly empty
     assert exact / padded <= counted <= exact if padded > 1 else counted == pytest.approx(exact, rel=1e-12)
 
 
@@ -189,6 +191,35 @@ def test_the_mixture_of_30b_is_what_was_published():
     # two operations for each parameter a token uses in a product; the rest, 1.3 %, are products with states of D
     products = flops.forward_flops(moe, seq_len=1).at(1)
     assert products == pytest.approx(2 * (flops.active_params(moe) - moe.vocab_size * moe.d_model), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "stack, loops, millions, kilobytes",
+    [
+        ("dense", 1, 151.0, 48),
+        ("dense", 8, 153.1, 48),
+        ("yoco", 1, 153.1, 4),
+        ("encoder", 1, 155.2, 8),
+        ("yoco", 8, 155.2, 4),
+        ("encoder", 8, 157.3, 8),
+        ("decoder", 8, 157.3, 8),
+    ],
+)
+def test_the_causal_encoder_decoder_is_what_was_published(stack, loops, millions, kilobytes):
+    """Parameters without embeddings, and what a token adds to the cache in bfloat16, with one slot for all rounds."""
+    config = presets.ced(stack, loops=loops)
+    assert config.layers.count("-") == 12
+    assert (flops.num_params(config) - config.vocab_size * config.d_model) / 1e6 == pytest.approx(millions, abs=0.05)
+    far = [cache_bytes(config, tokens=2048 + n, mode="last_loop", dtype="bfloat16").attention for n in (0, 1)]
+    assert far[1] - far[0] == kilobytes * 1024
+
+
+def test_passes_of_the_causal_encoder_decoder():
+    """Blocks a token passes in eight rounds: 40, of which 34 before the boundary where the encoder is looped."""
+    encoder = presets.ced("encoder", loops=8)
+    assert flops.layer_passes(encoder, 8) / 2 == 40
+    assert (len(encoder.prelude) + 8 * len(encoder.core)) / 2 == 34
+    assert flops.layer_passes(presets.ced("decoder", loops=8), 8) / 2 == 40
 
 
 def test_the_tiny_mixture():

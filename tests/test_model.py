@@ -64,6 +64,7 @@ LAWS = [
             ("dory", {"core": "S-"}, "layer", 1),
             ("dory", {"core": "*E", "coda": "E", "moe": REPLAYED}, "dots", 2),
             ("parcae", {"prelude": "V", "core": "V-", "coda": "V"}, "layer", 2),
+            ("parcae", {"prelude": "S", "core": "G-R", "coda": "RGR"}, "round", 2),
             ("huginn", {"core": "*-S-", "tie_embeddings": True}, "round", 2),
             ("residual", {"core": "S", "prelude": ""}, "none", None),
             ("elr", {"prelude": "D-*-", "core": "D-D-", "coda": "*-"}, "none", None),
@@ -102,7 +103,9 @@ def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
     assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
 
 
-@pytest.mark.parametrize("name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-"), ("elr", "*E"), ("parcae", "V-")])
+@pytest.mark.parametrize(
+    "name, core", [("elr", "*-"), ("parcae", "S"), ("elr", "D-"), ("elr", "*E"), ("parcae", "V-"), ("elr", "GR-")]
+)
 def test_a_row_alone_is_the_same_row_in_a_batch(name, core):
     config = configure(name, prelude="", core=core)
     params = params_of(config)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from elr_jax.config import ModelConfig
 from elr_jax.layers.attention import Context, attend, attention_specs, make_context, pack_attention
 from elr_jax.layers.delta_product import delta_commit, delta_entry, delta_product, delta_product_specs
-from elr_jax.layers.kv_cache import kv_commit, kv_entry
+from elr_jax.layers.kv_cache import global_entry, kv_commit, kv_entry
 from elr_jax.layers.mlp import mlp, mlp_specs, pack_mlp
 from elr_jax.layers.moe import moe, moe_specs, start_routing
 from elr_jax.typing import Hidden
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
 
 def _attention(letter: str) -> Layer:
-    memory = Memory(partial(kv_entry, letter=letter), kv_commit)
+    memory = Memory(global_entry if letter == "G" else partial(kv_entry, letter=letter), kv_commit)
     return Layer(partial(attention_specs, letter=letter), partial(attend, letter=letter), memory, pack_attention)
 
 
@@ -56,6 +56,8 @@ LAYERS = {
     "*": _attention("*"),
     "S": _attention("S"),
     "V": _attention("V"),
+    "G": _attention("G"),
+    "R": _attention("R"),
     "D": Layer(delta_product_specs, delta_product, Memory(delta_entry, delta_commit, recurrent=True)),
     "-": Layer(mlp_specs, _mlp, pack=pack_mlp),
     "E": Layer(moe_specs, moe, carry=start_routing),

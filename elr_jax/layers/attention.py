@@ -1,4 +1,13 @@
-"""Causal grouped-query attention: full (`*`), over a sliding window (`S`), or with value embeddings (`V`).
+"""Causal grouped-query attention: full, over a sliding window, with value embeddings, with global keys.
+
+| letter | sees |
+|---|---|
+| `*` `V` | all tokens before |
+| `S` | the window |
+| `G` | the window, and beyond it global keys that it makes from its own input |
+| `R` | the window, and beyond it the global keys of the nearest `G` above |
+
+A query of `G` and `R` has one softmax over both; a token inside the window counts with its window key alone.
 
 Tokens attend within their own segment only. With a past, tokens attend to it and to themselves. A `V` is a `*` whose
 values have a part that the token alone decides, gated by the head's reading of the first C inputs:
@@ -8,6 +17,7 @@ values have a part that the token alone decides, gated by the head's reading of 
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +52,14 @@ class ValueEmbedding:
 
 
 @struct.dataclass
+class SharedKeys:
+    """The second projections of a `G` layer."""
+
+    key: Float[Array, "D K H"]
+    value: Float[Array, "D K H"]
+
+
+@struct.dataclass
 class Attention:
     """Projections of one attention layer."""
 
@@ -51,12 +69,14 @@ class Attention:
     output: Float[Array, "N H D"]
     sphere: SphereAttention | None
     embedding: ValueEmbedding | None
+    shared: SharedKeys | None
 
     @property
     def reads(self) -> tuple[Array, ...]:
-        """What reads the layer's input: query, key, value and, on the unit sphere, the gate."""
+        """What reads the layer's input: query, key, value; the sphere's gate; the global key and value of a `G`."""
         gate = () if self.sphere is None or self.sphere.gate is None else (self.sphere.gate,)
-        return (self.query, self.key, self.value, *gate)
+        shared = () if self.shared is None else (self.shared.key, self.shared.value)
+        return (self.query, self.key, self.value, *gate, *shared)
 
 
 @struct.dataclass
@@ -86,6 +106,14 @@ class KV:
 
 
 @struct.dataclass
+class GlobalKV:
+    """What a `G` layer makes and a cache keeps of it: a window's part and what all later tokens see."""
+
+    window: KV
+    shared: KV
+
+
+@struct.dataclass
 class Context:
     """What the layers of a forward pass share about its tokens."""
 
@@ -100,6 +128,10 @@ class Context:
     """What conditioned layers are told of each row; None without conditioning."""
     new: Int[Array, "B"] | None = None
     """How many of each row's tokens, its first ones, are real and not padding; None without a cache."""
+    shared: KV | None = None
+    """Global keys and values of these tokens, made by the nearest `G` so far; None before one."""
+    shared_past: KV | None = None
+    """The same of the tokens before this call; None without a cache or without such tokens."""
     round: Int32[Array, ""] | None = None
     """Which round of the core this is, from 0; None outside of it."""
     kernels: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -121,7 +153,7 @@ def make_context(
     """The context of a batch; the rotary tables are made here, once, and not in every round of the loop."""
     attention = config.attention
     angles = partial(rotary_table, positions, head_dim=attention.head_dim, dtype=runtime.dtype)
-    bases = (attention.base(letter) for letter in sorted({"*", "S", "V"} & set(config.layers)))
+    bases = (attention.base(letter) for letter in sorted({"*", "S", "V", "G", "R"} & set(config.layers)))
     rotary = {base: angles(base=base) for base in bases if base is not None}
     rest = {"length": length, "new": new, "kernels": runtime.implementation}
     return Context(segment_ids=segment_ids, tokens=tokens if "V" in config.layers else None, rotary=rotary, **rest)
@@ -141,6 +173,7 @@ def attention_specs(config: ModelConfig, output_gain: float, *, letter: str) -> 
         output=matrix((n, h, d), ("heads", "head_dim", "embed"), inputs=2, gain=output_gain, unit=sphere is not None),
         sphere=SphereAttention(gate=wide, query_scale=scale, gate_scale=scale) if sphere else None,
         embedding=_value_embedding_specs(config) if letter == "V" else None,
+        shared=SharedKeys(key=narrow, value=narrow) if letter == "G" else None,
     )
 
 
@@ -160,41 +193,63 @@ def attend(
     config: ModelConfig,
     *,
     letter: str,
-    past: KV | None = None,
-) -> tuple[Hidden, KV]:
+    past: KV | GlobalKV | None = None,
+) -> tuple[Hidden, KV | GlobalKV]:
     """softmax(q kᵀ/√H + mask) v, projected back to D, and the keys and values made on the way.
 
-    A `*` sees all keys before it, an `S` the last `attention.window`, its own included; `past` holds the cached ones.
+    A window is the last `attention.window` keys, the query's own included; `past` holds the cached ones.
     On the unit sphere q = (√H·query_scale/std)² ⊙ unit(q), k = unit(k), and the output is gated by
     σ(x W_g ⊙ gate_init·(gate_scale/std)²) and normalised over all heads before the last product. [Dory]
     """
-    q, k, v, *gate = products(x, params.reads)
+    q, k, v, *more = products(x, params.reads)
     if params.embedding is not None:
         v = _with_embedding(v, x, params.embedding, context)
-    base = config.attention.base(letter)
-    if base is not None:
-        q, k = rotate(q, context.rotary[base]), rotate(k, context.rotary[base])
-    if config.attention.qk_norm:
-        eps = config.norm_eps if config.attention.qk_norm_eps is None else config.attention.qk_norm_eps
-        q, k = rms_norm(q, eps=eps), rms_norm(k, eps=eps)
+    q, k = (_turned(x, context, config, letter) for x in (q, k))
     if params.sphere is not None and config.sphere is not None:
-        q, k = unit_norm(q, eps=config.norm_eps), unit_norm(k, eps=config.norm_eps)
         factor = config.attention.head_dim**0.5 / config.sphere.init_std
         q = (widen(q) * jnp.square(widen(params.sphere.query_scale) * factor)).astype(q.dtype)
-    window = config.attention.window if letter == "S" else None
-    if past is None or context.length is None:
-        out = windowed_attention(q, k, v, context.segment_ids, window=window, implementation=context.kernels)
+    shared, shared_past = context.shared, context.shared_past
+    if letter == "G":
+        shared = KV(key=_heads_first(_turned(more[0], context, config, letter)), value=_heads_first(more[1]))
+        shared_past = past.shared if isinstance(past, GlobalKV) else None
+    ring = past.window if isinstance(past, GlobalKV) else past
+    beyond: Any = (_heads_first(shared.key), _heads_first(shared.value)) if letter in "GR" and shared else None
+    window = config.attention.window if letter in "SGR" else None
+    if ring is None or context.length is None:
+        out = windowed_attention(
+            q, k, v, context.segment_ids, window=window, global_keys=beyond, implementation=context.kernels
+        )
     else:
-        cached = (past.key, past.value, context.length)
-        out = cached_attention(q, k, v, *cached, window=window, implementation=context.kernels)
+        if beyond is not None and shared_past is not None:
+            beyond = *beyond, shared_past.key, shared_past.value
+        cached = (ring.key, ring.value, context.length)
+        out = cached_attention(q, k, v, *cached, window=window, global_keys=beyond, implementation=context.kernels)
     if params.sphere is not None and config.sphere is not None:
         gain = (config.sphere.gate_init or config.d_model**0.5) / config.sphere.init_std**2
-        logits = widen(gate[0])
+        logits = widen(more[0])
         logits *= gain * jnp.square(widen(params.sphere.gate_scale))
         out = (widen(out) * jax.nn.sigmoid(logits)).astype(out.dtype)
         out = unit_norm(out.reshape(*out.shape[:2], -1), eps=config.norm_eps).reshape(out.shape)
-    made = KV(key=jnp.swapaxes(k, 1, 2), value=jnp.swapaxes(v, 1, 2))
+    made = KV(key=_heads_first(k), value=_heads_first(v))
+    if letter == "G" and shared is not None:
+        made = GlobalKV(window=made, shared=shared)
     return product(out, params.output, inputs=2), made
+
+
+def _turned(x: Array, context: Context, config: ModelConfig, letter: str) -> Array:
+    """Queries or keys, rotated and normed as the config says."""
+    base = config.attention.base(letter)
+    if base is not None:
+        x = rotate(x, context.rotary[base])
+    if config.attention.qk_norm:
+        eps = config.norm_eps if config.attention.qk_norm_eps is None else config.attention.qk_norm_eps
+        x = rms_norm(x, eps=eps)
+    return unit_norm(x, eps=config.norm_eps) if config.sphere is not None else x
+
+
+def _heads_first(x: Array) -> Array:
+    """[B, T, K, H] as [B, K, T, H], and back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _with_embedding(v: Keys, x: Hidden, params: ValueEmbedding, context: Context) -> Keys:

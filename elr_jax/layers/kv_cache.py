@@ -1,23 +1,32 @@
 """The cache entries of attention layers: keys and values of past tokens, in a ring where a window bounds them."""
 
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 
 from elr_jax.config import ModelConfig
-from elr_jax.layers.attention import KV
+from elr_jax.layers.attention import KV, GlobalKV
 from elr_jax.typing import Array, Int
 from pallas_kernels.windowed_attention import held_positions
 
+T = TypeVar("T", KV, GlobalKV)
+
 
 def kv_entry(config: ModelConfig, *, letter: str, loops: int, batch: int, capacity: int, dtype: str) -> KV:
-    """An empty entry [L,B,K,S,H]; an `S` layer's has no more slots than its window."""
+    """An empty entry [L,B,K,S,H]; that of a window has no more slots than it."""
     attention = config.attention
-    size = min(capacity, attention.window) if letter == "S" else capacity
+    size = min(capacity, attention.window) if letter in "SR" else capacity
     shape = (loops, batch, attention.num_kv_heads, size, attention.head_dim)
     return KV(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
 
-def kv_commit(entry: KV, made: KV, length: Int[Array, "B"], new: Int[Array, "B"]) -> KV:
+def global_entry(config: ModelConfig, **sizes: Any) -> GlobalKV:
+    """An empty entry of a `G` layer: a window's ring, and room for all tokens' global keys."""
+    return GlobalKV(window=kv_entry(config, letter="S", **sizes), shared=kv_entry(config, letter="*", **sizes))
+
+
+def kv_commit(entry: T, made: T, length: Int[Array, "B"], new: Int[Array, "B"]) -> T:
     """The entry with the first `new` [B] of the made tokens [L,B,K,T,H] after the `length` [B] there were."""
     return jax.tree.map(lambda old, add: _commit(old, add.astype(old.dtype), length, new), entry, made)
 

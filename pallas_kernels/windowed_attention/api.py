@@ -12,7 +12,7 @@ from elr_jax.errors import ElrError
 from elr_jax.typing import Array, Float, Int, Keys, Queries, SegmentIds
 from pallas_kernels.contract import Choice, Implementation, choose, run
 from pallas_kernels.windowed_attention import xla
-from pallas_kernels.windowed_attention.band import Band, LogSumExp, joined
+from pallas_kernels.windowed_attention.band import Band, GlobalKeys, LogSumExp, joined
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
@@ -60,20 +60,27 @@ def cached_attention(
     length: Int[Array, "B"],
     *,
     window: int | None,
+    global_keys: GlobalKeys | None = None,
     implementation: Implementation | None = None,
 ) -> Queries:
     """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves.
 
     Row b has `length[b]` tokens before the new ones; of these the cache holds the last S, token p in slot p mod S,
     whether it is a ring of a window or has room for all. A query sees the last `window` keys (None: all), its own
-    included.
+    included. `global_keys` are a second key and value of the new tokens and a second cache: one softmax over both, in
+    which a token inside the window counts with its window key alone. No kernel has them.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
     """
-    choice = choose("cached_attention", implementation, best=BEST, refusal=partial(_refusal, q, k, v))
+    if window is None:  # every token is inside it
+        global_keys = None
+    refusal = partial(_refusal, q, k, v)
+    if global_keys is not None:
+        refusal = lambda name: "no kernel has global keys beside a cache"
+    choice = choose("cached_attention", implementation, best=BEST, refusal=refusal)
     operands = (q, k, v, past_key, past_value, length)
-    plain = partial(xla.cached_attention, window=window)
+    plain = partial(xla.cached_attention, window=window, global_keys=global_keys)
     if choice.implementation == "xla":
         return plain(*operands)
 

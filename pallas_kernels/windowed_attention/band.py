@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from elr_jax.typing import Array, Bool, Float, Int, Queries, widen
+from elr_jax.typing import Array, Bool, Float, Int, Keys, Queries, widen
 
 MASKED = -1e30
 """The score of a masked pair."""
@@ -16,6 +16,8 @@ A row that sees no key has this log-sum-exp, and an output of zeros.
 """
 
 LogSumExp = Float[Array, "B T N"]
+GlobalKeys = tuple[Keys, Keys, Float[Array, "B K S H"], Float[Array, "B K S H"]]
+"""A second key and value of new tokens, and those of cached ones."""
 
 
 @dataclass(frozen=True)

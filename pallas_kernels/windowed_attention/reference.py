@@ -1,8 +1,11 @@
 """The mathematics of the op, every pair of tokens spelled out."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from elr_jax.typing import Array, Bool, Float, Int, Keys, Queries, SegmentIds, widen
+from pallas_kernels.windowed_attention.band import GlobalKeys
 
 
 def windowed_attention(
@@ -35,21 +38,37 @@ def cached_attention(
     length: Int[Array, "B"],
     *,
     window: int | None,
+    global_keys: GlobalKeys | None = None,
 ) -> Queries:
     """What `api.cached_attention` computes, slot by slot."""
-    size, new = past_key.shape[2], q.shape[1]
+    reach = window or int(1e9)
+    sets = _slots_and_new(k, v, past_key, past_value, length, lambda behind: behind < reach)
+    if global_keys is not None:
+        sets += _slots_and_new(*global_keys, length, lambda behind: behind >= reach)
+    return _softmax_over(q, sets)
+
+
+def _slots_and_new(
+    k: Keys,
+    v: Keys,
+    past_key: Float[Array, "B K S H"],
+    past_value: Float[Array, "B K S H"],
+    length: Int[Array, "B"],
+    reached: Callable[[Array], Array],
+) -> list[tuple[Keys, Keys, Bool[Array, "B T S"]]]:
+    """Cached keys and new ones, each with who sees them."""
+    size, new = past_key.shape[2], k.shape[1]
     query = length[:, None] + jnp.arange(new)
-    token = jnp.full((q.shape[0], size), -1)
+    token = jnp.full((k.shape[0], size), -1)
     for back in range(size, 0, -1):  # the newest token of a slot comes last
         position = length - back
         here = jnp.arange(size) == (position % size)[:, None]
         token = jnp.where(here & (position >= 0)[:, None], position[:, None], token)
-    reach = query[:, :, None] - token[:, None, :]
-    past = (token[:, None, :] >= 0) & (reach < (window or jnp.inf))
+    past = (token[:, None, :] >= 0) & reached(query[:, :, None] - token[:, None, :])
     behind = jnp.arange(new)[:, None] - jnp.arange(new)
-    among = jnp.broadcast_to((behind >= 0) & (behind < (window or new)), (q.shape[0], new, new))
+    among = jnp.broadcast_to((behind >= 0) & reached(behind), (k.shape[0], new, new))
     old = (jnp.swapaxes(past_key, 1, 2), jnp.swapaxes(past_value, 1, 2))
-    return _softmax_over(q, [(*old, past), (k, v, among)])
+    return [(*old, past), (k, v, among)]
 
 
 def _softmax_over(q: Queries, sets: list[tuple[Keys, Keys, Bool[Array, "B T S"]]]) -> Queries:

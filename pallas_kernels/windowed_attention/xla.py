@@ -4,11 +4,14 @@ Under a window each block sees the few before it that its window reaches, so cos
 all before it.
 """
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elr_jax.typing import Array, Bool, Float, Int, Keys, Queries, SegmentIds, widen
-from pallas_kernels.windowed_attention.band import FLOOR, MASKED, Band, LogSumExp
+from pallas_kernels.windowed_attention.band import FLOOR, MASKED, Band, GlobalKeys, LogSumExp
 from pallas_kernels.windowed_attention.slots import held_positions
 
 Rows = Float[Array, "B K G T H"]
@@ -34,35 +37,50 @@ def attention(
     return out, jnp.transpose(lse, (0, 3, 1, 2)).reshape(batch, length, heads)
 
 
-def visited_keys(length: int, window: int | None) -> float:
-    """Keys a query is multiplied with on average, masked ones included."""
+def visited_keys(length: int, window: int | None, *, before: int = 0) -> float:
+    """Keys a query is multiplied with on average, masked ones included; those of global keys lie `before` its own."""
     if window is not None and _window_keys(window) < length:
         return _window_keys(window)
-    return sum((stop - start) * stop for start, stop in _causal_bounds(length)) / length
+    return sum((stop - start) * max(stop - before, 1) for start, stop in _causal_bounds(length)) / length
 
 
 def cached_attention(
-    q: Queries, k: Keys, v: Keys, past_key: Columns, past_value: Columns, length: Int[Array, "B"], *, window: int | None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    past_key: Columns,
+    past_value: Columns,
+    length: Int[Array, "B"],
+    *,
+    window: int | None,
+    global_keys: GlobalKeys | None = None,
 ) -> Queries:
     """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves."""
     batch, new, heads, width = q.shape
     groups = k.shape[2]
     share = heads // groups
     q = jnp.transpose(q.reshape(batch, new, groups, share, width), (0, 2, 3, 1, 4)).reshape(batch, groups, -1, width)
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    keys = jnp.concatenate([held_positions(length, past_key.shape[2]), length[:, None] + jnp.arange(new)], axis=1)
-    query = (length[:, None] + jnp.arange(new))[:, :, None]
-    visible = (keys[:, None] >= 0) & (keys[:, None] <= query)
-    if window is not None:
-        visible &= keys[:, None] > query - window
-    scores = [jnp.einsum("bkth,bksh->bkts", q, x, preferred_element_type=wide) for x in (past_key, k)]
+    here = length[:, None] + jnp.arange(new)
+    keys, values, visible = [], [], []
+    for band, made, past in (
+        (Band(0, window), (k, v), (past_key, past_value)),
+        *(((Band(window or 0, None), global_keys[:2], global_keys[2:]),) if global_keys is not None else ()),
+    ):
+        keys += [past[0], jnp.swapaxes(made[0], 1, 2)]
+        values += [past[1], jnp.swapaxes(made[1], 1, 2)]
+        for token in (held_positions(length, past[0].shape[2]), here):
+            visible.append((token[:, None] >= 0) & band.holds(here[:, :, None] - token[:, None]))
+    scores = [jnp.einsum("bkth,bksh->bkts", q, x, preferred_element_type=wide) for x in keys]
     scores = jnp.concatenate(scores, axis=-1).reshape(batch, groups, share, new, -1) * width**-0.5
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    weights = jax.nn.softmax(jnp.where(jnp.concatenate(visible, axis=-1)[:, None, None], scores, MASKED), axis=-1)
     weights = weights.reshape(batch, groups, share * new, -1).astype(v.dtype)
-    old = past_key.shape[2]
-    out = jnp.einsum("bkts,bksh->bkth", weights[..., :old], past_value, preferred_element_type=wide)
-    out += jnp.einsum("bkts,bksh->bkth", weights[..., old:], v, preferred_element_type=wide)
+    parts = jnp.split(weights, np.cumsum([x.shape[2] for x in keys])[:-1], axis=-1)
+    products = (
+        jnp.einsum("bkts,bksh->bkth", part, x, preferred_element_type=wide)
+        for part, x in zip(parts, values, strict=True)
+    )
+    out = reduce(jnp.add, products)
     out = jnp.transpose(out.reshape(batch, groups, share, new, width), (0, 3, 1, 2, 4))
     return out.reshape(batch, new, heads, width).astype(q.dtype)
 

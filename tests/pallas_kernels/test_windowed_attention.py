@@ -118,6 +118,21 @@ def run_cached(sizes, dtype, interpreter, kernels="pallas_tpu"):
         assert_near([run(*operands)], expected, dtype)
 
 
+@pytest.mark.parametrize("before", [[0, 7, 40], [3, 12, 30]])
+@pytest.mark.parametrize("new", [1, 4])
+def test_global_keys_beside_a_cache_are_one_softmax(new, before):
+    """A window's ring of 5 and a linear cache of the same tokens; no key counts twice."""
+    operands = [normal(j, 3, new, groups, 8) for j, groups in enumerate((4, 2, 2))]
+    ring = [normal(j, 3, 2, 5, 8) for j in (3, 4)]
+    shared = *(normal(j, 3, new, 2, 8) for j in (5, 6)), *(normal(j, 3, 2, 44, 8) for j in (7, 8))
+    arguments = (*operands, *ring, jnp.array(before))
+    found = cached_attention(*arguments, window=5, global_keys=shared)
+    assert_near([found], [reference.cached_attention(*arguments, window=5, global_keys=shared)], "float32")
+    assert (found[2] != cached_attention(*arguments, window=5)[2]).any()
+    with pytest.raises(ElrError, match="no kernel has global keys beside a cache"):
+        cached_attention(*arguments, window=5, global_keys=shared, implementation="pallas_tpu")
+
+
 @pytest.mark.parametrize("kernels", ["pallas_tpu", "pallas_gpu"])
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes, dtype", CACHES[:2])

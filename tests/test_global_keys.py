@@ -1,0 +1,170 @@
+"""Layers `G` and `R`: one softmax over a window and global keys, in loops and caches, against all pairs spelled out."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import run_calls
+from cases import RULES, assert_close, perturb, small_model
+
+from elr_jax import model
+from elr_jax.cache import cache_bytes
+from elr_jax.config import Runtime
+from elr_jax.errors import ElrError
+
+KEY = jax.random.key(7)
+ROWS, LENGTH, WINDOW = 2, 9, 3
+TOKENS = jax.random.randint(KEY, (ROWS, LENGTH), 0, 13)
+STACKS = {
+    "boundary": ("S", "S-", "G-R-"),
+    "encoder loop": ("S-", "G-R-", "R-G-R"),
+    "decoder loop": ("SG-R", "R-S-R", "R-"),
+}
+DEPTHS = [3, 1]
+
+
+def configure(name, **changes):
+    prelude, core, coda = STACKS[name]
+    rule = dataclasses.replace(RULES["elr"], max_loops=3)
+    return small_model(rule, prelude=prelude, core=core, coda=coda, **changes)
+
+
+def weights_of(config):
+    return perturb(jax.jit(model.init, static_argnums=1)(KEY, config), scale=0.3)
+
+
+@partial(jax.jit, static_argnames=("config", "runtime"))
+def forward(params, tokens, depth, *, config, runtime=Runtime()):
+    return model.apply(params, tokens, depth, config=config, runtime=runtime)
+
+
+def reference(params, tokens, depth, config):
+    """One row, unrolled, with a mask for each layer: keys of the window, and global keys for what lies before it."""
+    sizes = config.attention
+    length = len(tokens)
+    behind = np.arange(length)[:, None] - np.arange(length)
+    near, far = (behind >= 0) & (behind < WINDOW), behind >= WINDOW
+    position = np.arange(length)
+
+    def rms(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(scale)
+
+    def turn(x):
+        half = x.shape[-1] // 2
+        angle = position[:, None] * sizes.rope_base ** (-np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        one, two = x[..., :half], x[..., half:]
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+
+    def heads(x, weight):
+        return np.einsum("td,dnh->tnh", x, np.asarray(weight))
+
+    def attend(x, p, letter, shared):
+        q, k, v = turn(heads(x, p.query)), turn(heads(x, p.key)), heads(x, p.value)
+        if letter == "G":
+            shared = turn(heads(x, p.shared.key)), heads(x, p.shared.value)
+        sets = [(k, v, near)] + ([(*shared, far)] if letter in "GR" else [])
+        repeat = q.shape[1] // k.shape[1]
+        scores, values = [], []
+        for keys, vals, mask in sets:
+            s = np.einsum("tnh,snh->nts", q, np.repeat(keys, repeat, 1)) / sizes.head_dim**0.5
+            scores.append(np.where(mask, s, -np.inf))
+            values.append(np.repeat(vals, repeat, 1))
+        scores, values = np.concatenate(scores, -1), np.concatenate(values, 0)
+        powers = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("nts,snh->tnh", powers / powers.sum(-1, keepdims=True), values)
+        return np.einsum("tnh,nhd->td", out, np.asarray(p.output)), shared
+
+    def mlp(x, p):
+        gate, up = x @ np.asarray(p.gate), x @ np.asarray(p.up)
+        return (gate / (1 + np.exp(-gate)) * up) @ np.asarray(p.down)
+
+    def stack(x, layers, letters, shared):
+        for letter, layer in zip(letters, layers, strict=True):
+            inner = rms(x, layer.norm)
+            if letter == "-":
+                x = x + mlp(inner, layer.mixer)
+            else:
+                out, shared = attend(inner, layer.mixer, letter, shared)
+                x = x + out
+        return x, shared
+
+    x, shared = stack(np.asarray(params.embedding)[tokens], params.prelude, config.prelude, None)
+    gate = params.loop.update
+    for _ in range(depth):
+        proposal, shared = stack(x, params.core, config.core, shared)
+        logits = rms(x, 1.0) @ np.asarray(gate.weight) + np.asarray(gate.bias)
+        x = x + np.log1p(np.exp(np.asarray(gate.gain))) / (1 + np.exp(-logits)) * (proposal - x)
+    x, _ = stack(x, params.coda, config.coda, shared)
+    return rms(x, params.norm) @ np.asarray(params.head)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_pass_is_the_reference_row_by_row(name):
+    """At depths 3 and 1 in one batch: what reads the core's global keys finds those of a row's own last round."""
+    config = configure(name)
+    params = weights_of(config)
+    logits = forward(params, TOKENS, jnp.array(DEPTHS), config=config)
+    for row, depth in enumerate(DEPTHS):
+        expected = reference(params, np.asarray(TOKENS[row]), depth, config)
+        np.testing.assert_allclose(logits[row], expected, atol=2e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("cut", [[4, 5], [1] * LENGTH], ids=["chunks", "tokens"])
+def test_calls_are_one_pass(name, cut):
+    config = configure(name)
+    params = weights_of(config)
+    calls = [([count] * ROWS, DEPTHS) for count in cut]
+    logits, _ = run_calls(params, np.asarray(TOKENS), calls, config=config, width=max(cut))
+    whole = forward(params, TOKENS, jnp.array(DEPTHS), config=config)
+    assert_close(jnp.stack(logits), whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_no_token_sees_a_later_one(name):
+    config = configure(name)
+    params = weights_of(config)
+    before = forward(params, TOKENS, jnp.array(DEPTHS), config=config)
+    after = forward(params, TOKENS.at[:, 6].set((TOKENS[:, 6] + 1) % 13), jnp.array(DEPTHS), config=config)
+    assert_close(after[:, :6], before[:, :6])
+    assert (jnp.abs(after[:, 6:] - before[:, 6:]).max(-1) > 1e-4).all(), "beyond the window by global keys alone"
+
+
+@pytest.mark.parametrize(
+    "name, remat", [("encoder loop", "layer"), pytest.param("decoder loop", "round", marks=pytest.mark.slow)]
+)
+def test_bounded_is_scan_in_value_and_gradient(name, remat):
+    config = configure(name)
+    params = weights_of(config)
+
+    @partial(jax.jit, static_argnames="runtime")
+    def run(params, depth, runtime):
+        weight = jnp.sin(jnp.arange(TOKENS.size * 13)).reshape(*TOKENS.shape, 13)
+        apply = partial(model.apply, tokens=TOKENS, depth=depth, config=config, runtime=runtime)
+        return jax.value_and_grad(lambda params: jnp.sum(weight * apply(params)))(params)
+
+    bounded, scan = (run(params, jnp.array(DEPTHS), Runtime(loop=form, remat=remat)) for form in ("bounded", "scan"))
+    assert_close(bounded, scan)
+    shared = next(
+        layer.mixer.shared for layer in bounded[1].prelude + bounded[1].core if getattr(layer.mixer, "shared", None)
+    )
+    assert shared.key.any() and shared.value.any()
+
+
+def test_a_cache_grows_by_global_keys_alone():
+    config = configure("encoder loop")
+    one = 2 * 2 * 4 * 4  # key and value, 2 heads of 4, float32
+    sizes = [cache_bytes(config, tokens=tokens, loops=3, dtype="float32").attention for tokens in (100, 101)]
+    assert sizes[1] - sizes[0] == one * (3 + 1), "the core's G in three slots, the coda's in one"
+    last = [cache_bytes(config, tokens=t, loops=3, mode="last_loop", dtype="float32").attention for t in (100, 101)]
+    assert last[1] - last[0] == one * 2
+
+
+@pytest.mark.parametrize("stacks", [("R", "*", "*"), ("G", "R-G", "*"), ("*", "*", "RG")])
+def test_a_reader_without_global_keys_is_refused(stacks):
+    with pytest.raises(ElrError, match="without a G above"):
+        small_model(RULES["elr"], prelude=stacks[0], core=stacks[1], coda=stacks[2])
