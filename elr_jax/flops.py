@@ -45,7 +45,7 @@ def active_params(config: ModelConfig) -> int:
     if config.moe is None:
         return num_params(config)
     idle = config.moe.num_experts - config.moe.top_k
-    return num_params(config) - config.layers.count("E") * idle * _expert_params(config)
+    return num_params(config) - config.layers.count("E") * idle * expert_params(config)
 
 
 def router_calls(config: ModelConfig, loops: int) -> int:
@@ -121,7 +121,7 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     if letter == "E":
         sizes = moe_sizes(config)
         shared = (3 if sizes.kind == "swiglu" else 2) * d * sizes.d_shared
-        return 2 * (d * sizes.num_experts + sizes.top_k * _expert_params(config) + shared)
+        return 2 * (d * sizes.num_experts + sizes.top_k * expert_params(config) + shared)
     if letter == "D":
         assert config.delta is not None, "ModelConfig refuses a D without it"
         return _delta_product(d, config.delta, seq_len)
@@ -135,7 +135,8 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     return gate + second + 4 * d * h * (n + k) + 4 * n * h * keys
 
 
-def _expert_params(config: ModelConfig) -> int:
+def expert_params(config: ModelConfig) -> int:
+    """Parameters of one expert of a mixture."""
     sizes = moe_sizes(config)
     return (3 if sizes.kind == "swiglu" else 2) * config.d_model * sizes.d_expert
 
