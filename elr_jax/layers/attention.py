@@ -28,7 +28,7 @@ from elr_jax.layers.linear import Packed, pack, product, products, wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.layers.rope import Rotary, rotary_table, rotate
 from elr_jax.params import matrix, table, vector
-from elr_jax.typing import Array, Float, Hidden, Int, Int32, Keys, Positions, SegmentIds, Tokens, widen
+from elr_jax.typing import Array, Float, Hidden, Int, Int32, Keys, Positions, Queries, SegmentIds, Tokens, widen
 from pallas_kernels.contract import Implementation
 from pallas_kernels.windowed_attention import cached_attention, windowed_attention
 
@@ -212,18 +212,10 @@ def attend(
     if letter == "G":
         shared = KV(key=_heads_first(_turned(more[0], context, config, letter)), value=_heads_first(more[1]))
         shared_past = past.shared if isinstance(past, GlobalKV) else None
+    beyond = shared if letter in "GR" else None
     ring = past.window if isinstance(past, GlobalKV) else past
-    beyond: Any = (_heads_first(shared.key), _heads_first(shared.value)) if letter in "GR" and shared else None
     window = config.attention.window if letter in "SGR" else None
-    if ring is None or context.length is None:
-        out = windowed_attention(
-            q, k, v, context.segment_ids, window=window, global_keys=beyond, implementation=context.kernels
-        )
-    else:
-        if beyond is not None and shared_past is not None:
-            beyond = *beyond, shared_past.key, shared_past.value
-        cached = (ring.key, ring.value, context.length)
-        out = cached_attention(q, k, v, *cached, window=window, global_keys=beyond, implementation=context.kernels)
+    out = _see(q, k, v, context, window=window, past=ring, beyond=beyond, beyond_past=shared_past)
     if params.sphere is not None and config.sphere is not None:
         gain = (config.sphere.gate_init or config.d_model**0.5) / config.sphere.init_std**2
         logits = widen(more[0])
@@ -234,6 +226,28 @@ def attend(
     if letter == "G" and shared is not None:
         made = GlobalKV(window=made, shared=shared)
     return product(out, params.output, inputs=2), made
+
+
+def _see(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    context: Context,
+    *,
+    window: int | None,
+    past: KV | None,
+    beyond: KV | None,
+    beyond_past: KV | None,
+) -> Queries:
+    """Attention to these tokens and to the past's; beyond the window to the global keys of both."""
+    more: Any = None if beyond is None else (_heads_first(beyond.key), _heads_first(beyond.value))
+    form = context.kernels
+    if past is None or context.length is None:
+        return windowed_attention(q, k, v, context.segment_ids, window=window, global_keys=more, implementation=form)
+    if more is not None and beyond_past is not None:
+        more = *more, beyond_past.key, beyond_past.value
+    cached = past.key, past.value, context.length
+    return cached_attention(q, k, v, *cached, window=window, global_keys=more, implementation=form)
 
 
 def _turned(x: Array, context: Context, config: ModelConfig, letter: str) -> Array:
