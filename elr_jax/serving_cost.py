@@ -9,6 +9,7 @@ peak or its bytes in memory, whichever is more, so times are bounds from below.
 """
 
 import csv
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,16 +146,12 @@ def find_model(name: str) -> ModelConfig:
     path = Path(name)
     if path.suffix == ".json":
         return from_dict(ModelConfig, read_json(path))
-    preset: Any = getattr(presets, name, None)
-    if name.startswith("_") or not callable(preset):
-        known = ", ".join(
-            sorted(word for word in ("koi_4b", "dory_4b", "elr_30b_a3b", "gpt_half_billion", "tiny_text"))
-        )
-        raise ElrError(f"model={name!r} is no preset and no .json file: try {known}")
-    try:
-        return preset()
-    except TypeError as error:
-        raise ElrError(f"model={name!r} needs arguments: write its config with to_dict to a .json file") from error
+    make: Any = vars(presets).get(name)
+    if not inspect.isfunction(make) or inspect.get_annotations(make).get("return") is not ModelConfig:
+        raise ElrError(f"model={name!r} is no preset and no .json file: try koi_4b, dory_4b, elr_30b_a3b or tiny_text")
+    if any(parameter.default is parameter.empty for parameter in inspect.signature(make).parameters.values()):
+        raise ElrError(f"model={name!r} needs arguments: write its config with to_dict to a .json file")
+    return make()
 
 
 def serving_cost(config: ModelConfig, settings: Serving, hardware: str, policy: CacheMode, loops: int) -> Cost:

@@ -80,6 +80,8 @@ def test_files(tmp_path, capsys):
     [
         ({"model": "koi"}, "model='koi' is no preset"),
         ({"model": "ced"}, "needs arguments"),
+        ({"model": "tiny_ladder"}, "is no preset"),
+        ({"model": "PLAIN"}, "is no preset"),
         ({"model": "koi_4b", "loops": (5,)}, "loops=5 is outside 1…4"),
     ],
 )
