@@ -268,24 +268,20 @@ class ModelConfig:
             raise ElrError(f"residual_init={self.residual_init!r} has no place on the unit sphere: leave it out there")
         if self.sphere is not None and self.conditioning is not None:
             raise ElrError("conditioning has no place on the unit sphere, whose layers have no norm: leave out one")
-        for letter in "VGR":
+        for letter in "VGRDE":
             if letter in self.layers and self.sphere is not None:
                 raise ElrError(
                     f"sphere has no form of the {letter} in {self.layers!r}: use other layers, or sphere=None"
                 )
-        self._check_readers()
+        for letter, name, sizes in (("D", "delta", "DeltaProductConfig"), ("E", "moe", "MoEConfig")):
+            if letter in self.layers and getattr(self, name) is None:
+                raise ElrError(f"{name}=None leaves the {letter} of {self.layers!r} without sizes: give a {sizes}")
         if "V" in self.layers and self.attention.value_gate_inputs > self.d_model:
             raise ElrError(
                 f"attention.value_gate_inputs={self.attention.value_gate_inputs} is more than d_model={self.d_model}: "
                 "a V layer has no more inputs"
             )
-        for letter, name, sizes in (("D", "delta", "DeltaProductConfig"), ("E", "moe", "MoEConfig")):
-            if letter in self.layers and self.sphere is not None:
-                raise ElrError(
-                    f"sphere has no form of the {letter} in {self.layers!r}: use other layers, or sphere=None"
-                )
-            if letter in self.layers and getattr(self, name) is None:
-                raise ElrError(f"{name}=None leaves the {letter} of {self.layers!r} without sizes: give a {sizes}")
+        self._check_readers()
         if not self.core:
             raise ElrError("core='' is empty: a looped model needs at least one layer to loop over")
 

@@ -16,6 +16,7 @@ from elr_jax.config import (
     LoopRule,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Runtime,
     SphereConfig,
     digest,
@@ -64,7 +65,16 @@ BAD = [
     ),
     (
         lambda: model(core="D-", delta=DeltaProductConfig(**DELTA), sphere=SphereConfig()),
-        "sphere has no form of the D in '*D--': use attention layers, or sphere=None",
+        "sphere has no form of the D in '*D--': use other layers, or sphere=None",
+    ),
+    (
+        lambda: model(core="E", moe=MoEConfig(num_experts=2, top_k=1, d_expert=4), sphere=SphereConfig()),
+        "sphere has no form of the E in '*E-': use other layers, or sphere=None",
+    ),
+    (lambda: model(core="E", moe=None), "moe=None leaves the E of '*E-' without sizes: give a MoEConfig"),
+    (
+        lambda: model(core="V", attention=dataclasses.replace(MODEL.attention, value_gate_inputs=9)),
+        "attention.value_gate_inputs=9 is more than d_model=8: a V layer has no more inputs",
     ),
     (lambda: DeltaProductConfig(**DELTA | {"householder": 0}), "delta.householder=0 must be at least 1"),
     (
@@ -126,6 +136,9 @@ def test_a_missing_or_unknown_key_is_named(key, missing):
         data |= {key: value, f"{key}_2": value}
     elif key not in to_dict(MODEL, omit_defaults=True) or key == "loop":
         assert from_dict(ModelConfig, data) == MODEL
+        return
+    elif key == "moe":  # of a model without E
+        assert from_dict(ModelConfig, data) == dataclasses.replace(MODEL, moe=None)
         return
     with pytest.raises(ElrError, match=f"^ModelConfig can't be read: .*{key if missing else key + '_2'}") as error:
         from_dict(ModelConfig, data)

@@ -20,5 +20,5 @@ HEADLINE = ["text_plain", "text_off", "text_both", "chase_off"]
 
 def cells(references: Mapping[str, Cell]) -> list[Cell]:
     """All cells."""
-    chase = ["plain", "off", "progress", "both"]
+    chase = ["plain", "off", "both"]
     return variant_cells(VARIANTS, references, headline=HEADLINE, tasks={"text": [*VARIANTS], "chase": chase})

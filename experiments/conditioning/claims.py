@@ -14,6 +14,7 @@ CLAIMS = (
         claim="told progress and budget, the model is better at every loop count",
         source="–",
         ours=lambda results: f"both against off: {_against_off(results, 'both')}; {curve(results, 'text_both')}",
+        verdict="did not work",
     ),
     Claim(
         claim="the budget adds to the progress",
@@ -21,6 +22,7 @@ CLAIMS = (
         ours=lambda results: (
             f"progress alone against off: {_against_off(results, 'progress')}; both: {_against_off(results, 'both')}"
         ),
+        verdict="promising",
     ),
     Claim(
         claim="each of the three ways in is needed",
@@ -33,6 +35,7 @@ CLAIMS = (
                 for name in ("no_scale_shift", "no_low_rank", "no_rescale")
             )
         ),
+        verdict="did not work",
     ),
     Claim(
         claim="where depth decides, conditioning does no harm",
@@ -40,5 +43,6 @@ CLAIMS = (
         ours=lambda results: "; ".join(
             f"{name} {curve(results, f'chase_{name}', metric='accuracy')}" for name in ("off", "both")
         ),
+        verdict="mixed",
     ),
 )

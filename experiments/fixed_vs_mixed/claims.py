@@ -10,7 +10,7 @@ def _at(results: Results, cell: str, loops: int) -> str:
 
 def _home(results: Results) -> str:
     return ", ".join(
-        f"at {k} loops {_at(results, f'text_fixed_{k}', k)} against {_at(results, 'text_mixed', k)}"
+        f"at {k} loop{'s' * (k > 1)} {_at(results, f'text_fixed_{k}', k)} against {_at(results, 'text_mixed', k)}"
         for k in (1, 2, 3, 4)
     )
 
@@ -20,6 +20,7 @@ CLAIMS = (
         claim="a specialist beats the mixed model at its own loop count",
         source="1.603 against 1.627 nats at 5 loops",
         ours=lambda results: f"specialist against mixed: {_home(results)}",
+        verdict="worked",
     ),
     Claim(
         claim="away from home a specialist collapses",
@@ -27,6 +28,7 @@ CLAIMS = (
         ours=lambda results: (
             f"trained at 1: {curve(results, 'text_fixed_1')}; trained at 4: {curve(results, 'text_fixed_4')}"
         ),
+        verdict="worked",
     ),
     Claim(
         claim="the mixed model improves with every loop",
@@ -38,6 +40,7 @@ CLAIMS = (
         claim="trained at one loop only, the gated model beats the plain one",
         source="1.660 against 1.685 nats",
         ours=lambda results: f"{above(results, 'text_fixed_1', 'text_plain')} at one loop",
+        verdict="did not work",
     ),
     Claim(
         claim="where depth decides, the mixed model is as good as each specialist at home and holds away",

@@ -28,6 +28,7 @@ CLAIMS = (
             "compute over plain: "
             + ", ".join(f"from {start} % {_cost(results, f'after_{start}'):.2f}" for start in STARTS)
         ),
+        verdict="worked",
     ),
     Claim(
         claim="it keeps most of what the last loop gains",
@@ -36,6 +37,7 @@ CLAIMS = (
             "gain from one loop to the last: "
             + ", ".join(f"from {start} % {_gain(results, f'after_{start}'):.3f}" for start in STARTS)
         ),
+        verdict="did not work",
     ),
     Claim(
         claim="and costs little loss",
@@ -47,6 +49,7 @@ CLAIMS = (
                 for start in STARTS[1:]
             )
         ),
+        verdict="mixed",
     ),
     Claim(
         claim="the later the switch, the smaller the tax at one loop",
@@ -55,6 +58,7 @@ CLAIMS = (
             "one loop above plain: "
             + ", ".join(f"from {start} % {above(results, f'text_after_{start}', 'text_plain')}" for start in STARTS)
         ),
+        verdict="did not work",
     ),
     Claim(
         claim="depth that decides can be learnt in the second half",
@@ -62,5 +66,6 @@ CLAIMS = (
         ours=lambda results: "; ".join(
             f"from {start} % {curve(results, f'chase_after_{start}', metric='accuracy')}" for start in (0, 50)
         ),
+        verdict="promising",
     ),
 )

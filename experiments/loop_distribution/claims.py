@@ -15,6 +15,7 @@ CLAIMS = (
         claim="loops beyond the second earn their training",
         source="open question",
         ours=lambda results: "; ".join(_spent(results, name) for name in ("one_two", "ends", "uniform")),
+        verdict="mixed",
     ),
     Claim(
         claim="depths between those trained at come for free",
@@ -24,6 +25,7 @@ CLAIMS = (
             f"{above(results, 'text_ends', 'text_uniform', loops=2)}, at three "
             f"{above(results, 'text_ends', 'text_uniform', loops=3)}"
         ),
+        verdict="promising",
     ),
     Claim(
         claim="weight on few loops lowers the one-loop tax, weight on many the deep loss",
@@ -33,6 +35,7 @@ CLAIMS = (
             f"{above(results, f'text_{name}', 'text_uniform', loops=None)} at the last"
             for name in ("shallow", "deep")
         ),
+        verdict="promising",
     ),
     Claim(
         claim="where depth decides, loops that were never trained still work between and beyond",
@@ -40,5 +43,6 @@ CLAIMS = (
         ours=lambda results: "; ".join(
             f"{name} {curve(results, f'chase_{name}', metric='accuracy')}" for name in ("uniform", "one_two", "ends")
         ),
+        verdict="mixed",
     ),
 )

@@ -27,6 +27,7 @@ CLAIMS = (
                 for name in ("one_draw", "one_draw_third", "slice", "per_example")
             )
         ),
+        verdict="mixed",
     ),
     Claim(
         claim="a third of one-loop steps mends it only in part, and costs depth",
@@ -34,6 +35,7 @@ CLAIMS = (
         ours=lambda results: (
             f"one draw {curve(results, 'text_one_draw')}; with a third {curve(results, 'text_one_draw_third')}"
         ),
+        verdict="did not work",
     ),
     Claim(
         claim="draws for each row reach the lowest loss",
@@ -42,6 +44,7 @@ CLAIMS = (
             "best loop count: "
             + ", ".join(f"{name} {_best(results, name)}" for name in ("per_example", "slice", "one_draw"))
         ),
+        verdict="worked",
     ),
     Claim(
         claim="sorted into microbatches, draws for each row run few rounds in vain",
@@ -50,5 +53,6 @@ CLAIMS = (
             "rounds run and needed by a row: "
             + ", ".join(f"{name} {_rounds(results, name)}" for name in ("per_example", "slice", "one_draw"))
         ),
+        verdict="worked",
     ),
 )

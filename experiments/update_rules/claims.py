@@ -22,16 +22,19 @@ CLAIMS = (
         claim="only the adaptive delta matches the plain model at one loop; replace is worst there",
         source="1.683 against 1.685 nats; the others above",
         ours=lambda results: f"one loop above plain: {_above_plain(results)}",
+        verdict="mixed",
     ),
     Claim(
         claim="the adaptive delta has the lowest loss at every loop count",
         source="lowest at 1–5",
         ours=lambda results: f"lowest: {_lowest(results)}",
+        verdict="promising",
     ),
     Claim(
         claim="replace gets worse with the last loop, residual stops gaining after three",
         source="replace worsens from 4 to 5",
         ours=lambda results: f"replace {curve(results, 'text_replace')}; residual {curve(results, 'text_residual')}",
+        verdict="mixed",
     ),
     Claim(
         claim="where depth decides, every rule uses it; the gate alone holds beyond the loops it trained at",
@@ -39,5 +42,6 @@ CLAIMS = (
         ours=lambda results: "; ".join(
             f"{name} {curve(results, f'chase_{name}', metric='accuracy')}" for name in RULES
         ),
+        verdict="mixed",
     ),
 )
