@@ -15,6 +15,7 @@ from elr_jax.cache import cache_bytes
 from elr_jax.config import Runtime
 from elr_jax.errors import ElrError
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(7)
 ROWS, LENGTH, WINDOW = 2, 9, 3
 TOKENS = jax.random.randint(KEY, (ROWS, LENGTH), 0, 13)
@@ -24,6 +25,7 @@ STACKS = {
     "decoder loop": ("SG-R", "R-S-R", "R-"),
 }
 DEPTHS = [3, 1]
+SLOW = pytest.mark.slow
 
 
 def configure(name, **changes):
@@ -102,7 +104,7 @@ def reference(params, tokens, depth, config):
     return rms(x, params.norm) @ np.asarray(params.head)
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", ["encoder loop", "decoder loop", pytest.param("boundary", marks=SLOW)])
 def test_a_pass_is_the_reference_row_by_row(name):
     """At depths 3 and 1 in one batch: what reads the core's global keys finds those of a row's own last round."""
     config = configure(name)
@@ -113,8 +115,14 @@ def test_a_pass_is_the_reference_row_by_row(name):
         np.testing.assert_allclose(logits[row], expected, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", STACKS)
-@pytest.mark.parametrize("cut", [[4, 5], [1] * LENGTH], ids=["chunks", "tokens"])
+@pytest.mark.parametrize(
+    "name, cut",
+    [
+        ("encoder loop", [4, 5]),
+        ("decoder loop", [1] * LENGTH),
+        *(pytest.param(name, cut, marks=SLOW) for name in STACKS for cut in ([4, 5], [1] * LENGTH)),
+    ],
+)
 def test_calls_are_one_pass(name, cut):
     config = configure(name)
     params = weights_of(config)
@@ -124,7 +132,7 @@ def test_calls_are_one_pass(name, cut):
     assert_close(jnp.stack(logits), whole, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", ["encoder loop", *(pytest.param(name, marks=SLOW) for name in STACKS)])
 def test_no_token_sees_a_later_one(name):
     config = configure(name)
     params = weights_of(config)

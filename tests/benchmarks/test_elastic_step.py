@@ -21,6 +21,7 @@ TINY = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_the_smallest_race(tmp_path, capsys):
     settings = ElasticStep(
         model=TINY, seq_len=4, batch_size=4, microbatches=2, steps=3, repeats=1, json=str(tmp_path / "race.json")

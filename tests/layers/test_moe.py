@@ -64,9 +64,31 @@ def dense(x, params, config):
     return routed + (mlp(x, params.shared, config) if sizes.d_shared else 0)
 
 
+def check_dispatch(config, shape, seed):
+    config = dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, kind=config.moe.kind))
+    params = params_of(config, seed)
+    x, weight = jax.random.normal(KEY, shape), jnp.sin(jnp.arange(np.prod(shape))).reshape(shape)
+
+    def outcome(layer):
+        def run(x, params):
+            out, pull = jax.vjp(lambda x, params: layer(x, params, config), x, params)
+            return out, pull(weight)
+
+        return jax.jit(run)(x, params)
+
+    (out, (dx, grads)), expected = outcome(lambda *args: run(*args)[0]), outcome(dense)
+    assert_close((out, (dx, grads)), expected, rtol=2e-5)
+    assert not grads.bias.any(), "the bias selects, no more"
+
+
+def test_dispatch_is_every_expert_on_every_token():
+    check_dispatch(sized(), (2, 7, 8), 0)
+
+
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.data())
-def test_dispatch_is_every_expert_on_every_token(data):
+def test_dispatch_of_any_size(data):
     experts = data.draw(st.integers(2, 7), label="experts")
     config = sized(
         num_experts=experts,
@@ -74,18 +96,8 @@ def test_dispatch_is_every_expert_on_every_token(data):
         kind=data.draw(st.sampled_from(["swiglu", "squared_relu"])),
         d_shared=data.draw(st.sampled_from([0, 4])),
     )
-    config = dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, kind=config.moe.kind))
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), config.d_model
-    params = params_of(config, data.draw(st.integers(0, 99)))
-    x, weight = jax.random.normal(KEY, shape), jnp.sin(jnp.arange(np.prod(shape))).reshape(shape)
-
-    def outcome(layer):
-        out, pull = jax.vjp(lambda x, params: layer(x, params, config), x, params)
-        return out, pull(weight)
-
-    (out, (dx, grads)), expected = outcome(lambda *args: run(*args)[0]), outcome(dense)
-    assert_close((out, (dx, grads)), expected, rtol=2e-5)
-    assert not grads.bias.any(), "the bias selects, no more"
+    check_dispatch(config, shape, data.draw(st.integers(0, 99)))
 
 
 def test_a_token_depends_on_no_other():
@@ -225,7 +237,7 @@ def test_bounded_is_scan_with_the_routing_losses(replay, backprop_loops):
         assert_close(bounded, scan)
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_row_counts_its_own_rounds(replay):
     config = looped(replay=replay)
     params = weights_of(config)
