@@ -22,7 +22,7 @@ from experiments.tasks import Text
 Variant = Callable[[Recipe], Recipe]
 
 CONDITION_LR_SCALE = 0.1
-"""Chosen on text, seed 0, from 1, 0.3 and 0.1: 2.009, 2.009 and 1.963 bits per byte at one loop."""
+"""Chosen on text, seed 0, against 0.3 and 1: the cells `third_rate` and `full_rate` of the question `conditioning`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ def with_rule(**changes: str) -> Variant:
     return lambda recipe: with_model(recipe, loop=dataclasses.replace(recipe.model.loop, **changes))
 
 
-def conditioned(recipe: Recipe, **changes: bool) -> Recipe:
+def conditioned(recipe: Recipe, *, lr_scale: float = CONDITION_LR_SCALE, **changes: bool) -> Recipe:
     """Told progress and budget from the first step, with some of it left out; small models get small conditioning."""
     told = TINY_CONDITIONING if recipe.model.d_model <= 128 else ConditioningConfig()
-    optim = dataclasses.replace(recipe.optim, condition_lr_scale=CONDITION_LR_SCALE)
+    optim = dataclasses.replace(recipe.optim, condition_lr_scale=lr_scale)
     recipe = dataclasses.replace(recipe, optim=optim)
     return with_model(recipe, conditioning=dataclasses.replace(told, **changes))
 

@@ -14,6 +14,8 @@ VARIANTS = {
     "no_scale_shift": partial(conditioned, scale_shift=False),
     "no_low_rank": partial(conditioned, low_rank=False),
     "no_rescale": partial(conditioned, rescale=False),
+    "third_rate": partial(conditioned, lr_scale=0.3),
+    "full_rate": partial(conditioned, lr_scale=1.0),
 }
 HEADLINE = ["text_plain", "text_off", "text_both", "chase_off"]
 
