@@ -19,11 +19,12 @@ import tyro
 
 from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import Timing, machine, race
-from elr_jax import model, presets
+from elr_jax import model, parameters, presets
 from elr_jax.config import LoopRule, ModelConfig, Runtime
 from elr_jax.depth import PoissonDepth, executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.errors import one_line_errors
 from elr_jax.losses import cross_entropy, sum_by_depth
+from elr_jax.parameters import Params
 from elr_jax.train.step import accumulate
 from elr_jax.typing import Array, Depth, Tokens
 
@@ -138,23 +139,23 @@ def _config(settings: Masking, max_loops: int) -> ModelConfig:
     )
 
 
-def _inputs(settings: Masking, config: ModelConfig, rows: int) -> tuple[model.Params, Tokens]:
+def _inputs(settings: Masking, config: ModelConfig, rows: int) -> tuple[Params, Tokens]:
     keys = jax.random.split(jax.random.key(settings.seed))
     tokens = jax.random.randint(keys[1], (rows, settings.seq_len), 0, config.vocab_size)
-    return jax.jit(partial(model.init, config=config))(keys[0]), tokens
+    return jax.jit(partial(parameters.init, config=config))(keys[0]), tokens
 
 
-def _gradient(config: ModelConfig, runtime: Runtime, microbatches: int) -> Callable[[model.Params, Tokens, Depth], Any]:
+def _gradient(config: ModelConfig, runtime: Runtime, microbatches: int) -> Callable[[Params, Tokens, Depth], Any]:
     """A compiled gradient of the mean loss, rows sorted into microbatches as in training."""
 
-    def loss(params: model.Params, part: tuple[Tokens, Depth]):
+    def loss(params: Params, part: tuple[Tokens, Depth]):
         tokens, depth = part
         logits = model.apply(params, tokens, depth, config=config, runtime=runtime)
         losses = cross_entropy(logits[:, :-1], tokens[:, 1:])
         sums = sum_by_depth(losses, jnp.ones_like(losses), depth, max_loops=config.loop.max_loops)
         return jnp.sum(sums.loss), sums
 
-    def gradient(params: model.Params, tokens: Tokens, depth: Depth):
+    def gradient(params: Params, tokens: Tokens, depth: Depth):
         order = sort_by_depth(depth, microbatches)
 
         def cut(x: Array) -> Array:

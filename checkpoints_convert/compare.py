@@ -10,7 +10,7 @@ import numpy as np
 from checkpoints_convert import ladder
 from checkpoints_convert.golden import Case, Difference, Golden, difference
 from elr_jax.config import LETTERS, ModelConfig, Runtime
-from elr_jax.model import Params
+from elr_jax.parameters import Params
 
 ROUNDING = 2.0
 """Noise below so many units in the last place of the largest value is luck: it counts as that much."""

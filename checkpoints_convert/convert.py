@@ -15,7 +15,7 @@ from checkpoints_convert.source import find_source
 from elr_jax.config import ModelConfig, read_json
 from elr_jax.errors import ElrError
 from elr_jax.flops import num_params
-from elr_jax.model import Params
+from elr_jax.parameters import Params
 
 
 @dataclass(frozen=True, kw_only=True)

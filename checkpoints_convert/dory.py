@@ -16,7 +16,7 @@ from checkpoints_convert.source import SINGLE, find_source, find_tensors
 from checkpoints_convert.tensor_file import DTYPES, Tensors, file_header, in_file_order, write_tensors
 from elr_jax.config import ModelConfig, read_json
 from elr_jax.errors import ElrError
-from elr_jax.model import Params, param_specs
+from elr_jax.parameters import Params, param_specs
 
 HEAD = "lm_head.weight"
 

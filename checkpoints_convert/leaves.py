@@ -13,7 +13,7 @@ from checkpoints_convert.source import listed
 from checkpoints_convert.tensor_file import Entry
 from elr_jax.config import ModelConfig
 from elr_jax.errors import ElrError
-from elr_jax.model import Params, param_specs
+from elr_jax.parameters import Params, param_specs
 from elr_jax.params import ParamSpec
 
 

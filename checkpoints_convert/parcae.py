@@ -17,7 +17,7 @@ from checkpoints_convert.source import find_source, find_tensors
 from checkpoints_convert.torch_file import find_torch_file, read_torch
 from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, read_json
 from elr_jax.errors import ElrError
-from elr_jax.model import Params, param_specs
+from elr_jax.parameters import Params, param_specs
 from elr_jax.params import ParamSpec
 
 IGNORED = re.compile(r"freqs_cis$")

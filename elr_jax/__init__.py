@@ -24,7 +24,8 @@ from elr_jax.config import (
 )
 from elr_jax.errors import ElrError
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
-from elr_jax.model import Params, abstract, apply, extend, graft, init, param_specs, routing, states
+from elr_jax.model import apply, extend, routing, states
+from elr_jax.parameters import Params, abstract, graft, init, param_specs
 from elr_jax.params import ParamSpec, count_params
 
 __all__ = [

@@ -12,7 +12,7 @@ from elr_jax.config import DeltaProductConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Switch
 from elr_jax.layers.delta_rule import rule_flops
 from elr_jax.layers.moe import moe_sizes
-from elr_jax.model import param_specs
+from elr_jax.parameters import param_specs
 from elr_jax.params import count_params
 from pallas_kernels.windowed_attention import visited_keys
 
@@ -117,10 +117,10 @@ def _embedders(config: ModelConfig, seq_len: int) -> float:
 def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
     d, attention = config.d_model, config.attention
     if letter == "-":
-        return 2 * d * config.mlp.d_ff * (3 if config.mlp.kind == "swiglu" else 2)
+        return 2 * _feed_forward(config.mlp.kind, d, config.mlp.d_ff)
     if letter == "E":
         sizes = moe_sizes(config)
-        shared = (3 if sizes.kind == "swiglu" else 2) * d * sizes.d_shared
+        shared = _feed_forward(sizes.kind, d, sizes.d_shared)
         return 2 * (d * sizes.num_experts + sizes.top_k * expert_params(config) + shared)
     if letter == "D":
         assert config.delta is not None, "ModelConfig refuses a D without it"
@@ -138,7 +138,12 @@ def _layer(letter: str, config: ModelConfig, seq_len: int) -> float:
 def expert_params(config: ModelConfig) -> int:
     """Parameters of one expert of a mixture."""
     sizes = moe_sizes(config)
-    return (3 if sizes.kind == "swiglu" else 2) * config.d_model * sizes.d_expert
+    return _feed_forward(sizes.kind, config.d_model, sizes.d_expert)
+
+
+def _feed_forward(kind: str, d: int, width: int) -> int:
+    """Parameters of one feed-forward layer's matrices."""
+    return (3 if kind == "swiglu" else 2) * d * width
 
 
 def _delta_product(d: int, delta: DeltaProductConfig, seq_len: int) -> float:

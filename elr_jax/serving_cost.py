@@ -24,7 +24,7 @@ from elr_jax import flops, presets
 from elr_jax.cache import CacheMode, cache_bytes, init_cache
 from elr_jax.config import ModelConfig, from_dict, read_json
 from elr_jax.errors import ElrError, one_line_errors
-from elr_jax.model import param_specs
+from elr_jax.parameters import param_specs
 from elr_jax.params import count_params
 
 Dtype = Literal["float32", "bfloat16", "float8"]

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from elr_jax import model
 from elr_jax.config import ModelConfig
+from elr_jax.parameters import Params
 from elr_jax.train.data import DataConfig, Dataset, open_dataset
 from elr_jax.train.token_store import Split
 
@@ -21,7 +21,7 @@ class Task(Protocol):
         """Examples of one split."""
         ...
 
-    def measure(self, params: model.Params, config: ModelConfig) -> dict[str, Any]:
+    def measure(self, params: Params, config: ModelConfig) -> dict[str, Any]:
         """More metrics of trained parameters: numbers or nested lists of them."""
         ...
 
@@ -41,6 +41,6 @@ class Text:
         """Packed windows of one split."""
         return open_dataset(self.data, split, seed=seed)
 
-    def measure(self, params: model.Params, config: ModelConfig) -> dict[str, Any]:
+    def measure(self, params: Params, config: ModelConfig) -> dict[str, Any]:
         """Nothing beyond the loss."""
         return {}

@@ -12,7 +12,7 @@ from cases import RULES, assert_close, assert_same_bits, perturb, small_model, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.cache import init_cache
 from elr_jax.config import ConditioningConfig, LoopRule
 from elr_jax.errors import ElrError
@@ -27,7 +27,7 @@ def configure(name, **changes):
 
 
 def params_of(config):
-    return perturb(jax.jit(model.init, static_argnums=1)(KEY, config), scale=0.1)
+    return perturb(jax.jit(parameters.init, static_argnums=1)(KEY, config), scale=0.1)
 
 
 CONFIGS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model
 
-from elr_jax import flops, model
+from elr_jax import flops, model, parameters
 from elr_jax.cache import init_cache
 from elr_jax.conditioning import layer_specs, round_conditions, sines
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
@@ -36,7 +36,7 @@ def configure(name="elr", told=TOLD, **changes):
 
 
 def params_of(config):
-    return perturb(jax.jit(model.init, static_argnums=1)(KEY, config), scale=0.1)
+    return perturb(jax.jit(parameters.init, static_argnums=1)(KEY, config), scale=0.1)
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
@@ -107,7 +107,7 @@ def test_a_grafted_model_is_the_model_bit_for_bit(name, loop):
     """At every k and in mixed batches, compiled, in both working types."""
     plain, conditioned = configure(name)
     params = params_of(plain)
-    grafted = model.graft(params, conditioned, key=KEY)
+    grafted = parameters.graft(params, conditioned, key=KEY)
     for dtype in ("float32", "bfloat16"):
         runtime = Runtime(loop=loop, dtype=dtype)
         for depth in DEPTHS:
@@ -120,8 +120,8 @@ def test_a_grafted_model_is_the_model_bit_for_bit(name, loop):
 
 def test_a_graft_keeps_the_parameters_and_starts_as_a_new_model_does():
     plain, conditioned = configure()
-    start = model.init(KEY, conditioned)
-    assert_same_bits(model.graft(model.init(KEY, plain), conditioned, key=KEY), start)
+    start = parameters.init(KEY, conditioned)
+    assert_same_bits(parameters.graft(parameters.init(KEY, plain), conditioned, key=KEY), start)
     for stack in (start.core, start.coda):
         for layer in stack:
             told = layer.condition
@@ -143,12 +143,12 @@ def test_a_graft_keeps_the_parameters_and_starts_as_a_new_model_does():
 def test_a_graft_that_does_not_fit_is_refused(change, message):
     plain, conditioned = configure()
     with pytest.raises(ElrError, match=message) as error:
-        model.graft(model.abstract(plain), dataclasses.replace(conditioned, **change), key=KEY)
+        parameters.graft(parameters.abstract(plain), dataclasses.replace(conditioned, **change), key=KEY)
     assert "\n" not in str(error.value)
     if not change:
         return
     with pytest.raises(ElrError, match=r"conditioning/progress/hidden is \(4, 6\), not absent|core/0/condition"):
-        model.graft(model.abstract(conditioned), conditioned, key=KEY)
+        parameters.graft(parameters.abstract(conditioned), conditioned, key=KEY)
 
 
 @partial(jax.jit, static_argnames=("config", "runtime", "backprop_loops"))
@@ -185,7 +185,7 @@ def test_bounded_is_scan_bit_for_bit(name, remat, backprop_loops):
 
 def test_at_the_start_exactly_the_heads_and_the_corrections_output_have_a_gradient():
     _, config = configure(prelude="", core="-", coda="-")
-    grad, _ = gradient(model.init(KEY, config), jnp.array([2, 1, 3]), config=config, runtime=Runtime())
+    grad, _ = gradient(parameters.init(KEY, config), jnp.array([2, 1, 3]), config=config, runtime=Runtime())
     assert not any(leaf.any() for leaf in jax.tree.leaves(grad.conditioning))
     for layer in grad.core + grad.coda:
         told = layer.condition
@@ -239,7 +239,7 @@ def test_rows_of_padding_or_of_no_loops_stay_finite():
 
 def test_heads_and_embedding_stay_float32():
     _, config = configure()
-    cast = model.cast(model.init(KEY, config), config, Runtime(dtype="bfloat16"))
+    cast = parameters.cast(parameters.init(KEY, config), config, Runtime(dtype="bfloat16"))
     told = cast.core[0].condition
     wide = (cast.conditioning, told.scale, told.shift, told.rescale, told.low_rank.gate)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float32"}

@@ -9,7 +9,7 @@ import pytest
 from cases import RULES, small_model
 from jax.extend.core import jaxprs_in_params
 
-from elr_jax import flops, loop, model, presets
+from elr_jax import flops, loop, model, parameters, presets
 from elr_jax.cache import cache_bytes
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
 from elr_jax.depth import Fixed, PerExample, RotatingSlice, Switch
@@ -53,7 +53,7 @@ def forward(config, loops, length):
     config = at_most(config, loops)
     tokens, depth = jax.ShapeDtypeStruct((ROWS, length), jnp.int32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     apply = partial(model.apply, config=config, runtime=Runtime(loop="scan"), key=jax.random.key(0))
-    return jax.jit(apply).trace(model.abstract(config), tokens, depth)
+    return jax.jit(apply).trace(parameters.abstract(config), tokens, depth)
 
 
 def products(jaxpr) -> int:
@@ -229,4 +229,4 @@ def test_the_tiny_mixture():
 
 def test_parameters_are_counted():
     for config in CASES.values():
-        assert flops.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(model.abstract(config)))
+        assert flops.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(parameters.abstract(config)))

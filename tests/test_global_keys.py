@@ -10,7 +10,7 @@ import pytest
 from calls import run_calls
 from cases import RULES, assert_close, perturb, small_model
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.cache import cache_bytes
 from elr_jax.config import Runtime
 from elr_jax.errors import ElrError
@@ -35,7 +35,7 @@ def configure(name, **changes):
 
 
 def weights_of(config):
-    return perturb(jax.jit(model.init, static_argnums=1)(KEY, config), scale=0.3)
+    return perturb(jax.jit(parameters.init, static_argnums=1)(KEY, config), scale=0.3)
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))

@@ -12,7 +12,7 @@ from delta_reference import delta_layer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.cache import init_cache
 from elr_jax.config import LoopRule
 from elr_jax.layers import LAYERS, make_context
@@ -22,7 +22,7 @@ KEY = jax.random.key(3)
 LOOPS, WIDTH, TOTAL, VOCAB = 3, 5, 14, 13
 RULE = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=LOOPS)
 HYBRID = small_model(RULE, prelude="", core="D*", coda="")
-PARAMS = perturb(jax.jit(model.init, static_argnums=1)(KEY, HYBRID), scale=0.2)
+PARAMS = perturb(jax.jit(parameters.init, static_argnums=1)(KEY, HYBRID), scale=0.2)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, TOTAL))
 
 

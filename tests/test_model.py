@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model, tiny_dory
 
-from elr_jax import model, presets
+from elr_jax import model, parameters, presets
 from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, MoEConfig, Runtime
 from elr_jax.errors import ElrError
@@ -27,7 +27,7 @@ def configure(name, max_loops=3, **changes):
 
 
 def params_of(config):
-    return perturb(model.init(KEY, config), scale=0.1)
+    return perturb(parameters.init(KEY, config), scale=0.1)
 
 
 @partial(jax.jit, static_argnames=("config", "runtime", "backprop_loops"))
@@ -167,9 +167,9 @@ def test_packed_working_copies_compute_the_same(name):
     """In a full pass, and in a prompt with a step after it."""
     config = PACKED[name]
     params = params_of(config)
-    copies = jax.jit(partial(model.pack, config=config))(params)
+    copies = jax.jit(partial(parameters.pack, config=config))(params)
     kept = sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert sum(leaf.size for leaf in jax.tree.leaves(copies)) == kept and isinstance(copies, model.WorkingCopy)
+    assert sum(leaf.size for leaf in jax.tree.leaves(copies)) == kept and isinstance(copies, parameters.WorkingCopy)
     depth = jnp.array(DEPTHS)
 
     @jax.jit
@@ -188,7 +188,7 @@ def test_packed_copies_have_the_runtimes_type():
     config = PACKED["sphere"]
     runtime = Runtime(dtype="bfloat16")
     params = params_of(config)
-    copies = model.pack(params, config=config, runtime=runtime)
+    copies = parameters.pack(params, config=config, runtime=runtime)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(copies) if leaf.ndim > 2} == {"bfloat16"}
     run = jax.jit(partial(model.apply, config=config, runtime=runtime))
     plain, packed = (run(p, TOKENS, jnp.array(DEPTHS)) for p in (params, copies))
@@ -260,10 +260,10 @@ def test_a_depth_out_of_range_is_refused_with_its_value(depth, bad):
     config = configure("elr")
     for function in (model.apply, model.states):
         with pytest.raises(ElrError, match=rf"^depth {bad} is outside 1…3: .*loop\.max_loops$"):
-            function(model.abstract(config), TOKENS, np.array(depth), config=config)
+            function(parameters.abstract(config), TOKENS, np.array(depth), config=config)
 
 
 def test_a_random_start_needs_a_key():
     config = configure("huginn")
     with pytest.raises(ElrError, match="pass key="):
-        jax.eval_shape(partial(model.apply, config=config), model.abstract(config), TOKENS, jnp.array(DEPTHS))
+        jax.eval_shape(partial(model.apply, config=config), parameters.abstract(config), TOKENS, jnp.array(DEPTHS))

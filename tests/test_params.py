@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_same_bits, small_model
 
-from elr_jax import model
+from elr_jax import parameters
 from elr_jax.config import LoopRule, MLPConfig
 from elr_jax.params import ParamSpec, count_params, init_params, matrix, orthogonal, truncated_normal, vector
 
@@ -22,7 +22,7 @@ def by_path(tree):
 
 def test_one_more_parameter_changes_no_other():
     plain, rich = (
-        by_path(model.init(KEY, small_model(rule))) for rule in (LoopRule(update="replace"), RULES["parcae"])
+        by_path(parameters.init(KEY, small_model(rule))) for rule in (LoopRule(update="replace"), RULES["parcae"])
     )
     assert plain.keys() < rich.keys()
     assert_same_bits({path: rich[path] for path in plain}, plain)
@@ -30,7 +30,7 @@ def test_one_more_parameter_changes_no_other():
 
 def test_one_more_layer_changes_no_other():
     """But for the scale of the outputs that join the stream, 1/√(number of layers)."""
-    short, long = (by_path(model.init(KEY, small_model(LoopRule(), coda=coda))) for coda in ("-", "-*"))
+    short, long = (by_path(parameters.init(KEY, small_model(LoopRule(), coda=coda))) for coda in ("-", "-*"))
     assert short.keys() < long.keys()
     for path, leaf in short.items():
         joins = path.endswith((".output", ".down"))
@@ -38,20 +38,20 @@ def test_one_more_layer_changes_no_other():
 
 
 def test_every_leaf_starts_apart_and_the_same_each_time():
-    params = model.init(KEY, small_model(RULES["huginn"], core="**", prelude="*"))
-    assert_same_bits(model.init(KEY, small_model(RULES["huginn"], core="**", prelude="*")), params)
+    params = parameters.init(KEY, small_model(RULES["huginn"], core="**", prelude="*"))
+    assert_same_bits(parameters.init(KEY, small_model(RULES["huginn"], core="**", prelude="*")), params)
     first = {
         path: leaf.flat[0].item() for path, leaf in by_path(jax.tree.map(np.asarray, params)).items() if leaf.ndim > 1
     }
     assert len(set(first.values())) == len(first)
-    other = model.init(jax.random.key(2), small_model(RULES["huginn"], core="**", prelude="*"))
+    other = parameters.init(jax.random.key(2), small_model(RULES["huginn"], core="**", prelude="*"))
     assert (other.embedding != params.embedding).any()
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_parameters_are_what_was_declared(name):
     config = small_model(RULES[name])
-    specs, params, shapes = model.param_specs(config), model.init(KEY, config), model.abstract(config)
+    specs, params, shapes = parameters.param_specs(config), parameters.init(KEY, config), parameters.abstract(config)
     assert jax.tree.structure(specs) == jax.tree.structure(params) == jax.tree.structure(shapes)
     for spec, leaf, shape in zip(*map(jax.tree.leaves, (specs, params, shapes)), strict=True):
         assert leaf.shape == spec.shape == shape.shape
@@ -62,7 +62,7 @@ def test_parameters_are_what_was_declared(name):
 def test_groups_of_the_optimizer():
     groups = {name: set() for name in ("matrix", "embedding", "vector", "loop")}
     for rule in RULES.values():
-        for path, spec in by_path(model.param_specs(small_model(rule))).items():
+        for path, spec in by_path(parameters.param_specs(small_model(rule))).items():
             groups[spec.group].add(path)
     assert groups["embedding"] == {".embedding", ".head"}
     assert all(".mixer." in path for path in groups["matrix"])
@@ -89,14 +89,14 @@ def test_spread_of_the_starts():
 
 
 def test_outputs_can_start_at_zero():
-    params = by_path(model.init(KEY, small_model(LoopRule(), residual_init="zero", core="*-")))
+    params = by_path(parameters.init(KEY, small_model(LoopRule(), residual_init="zero", core="*-")))
     joins = [leaf for path, leaf in params.items() if path.endswith((".output", ".down"))]
     assert len(joins) == 4 and not any(leaf.any() for leaf in joins)
 
 
 def test_squared_relu_has_no_gate():
     config = small_model(LoopRule(), mlp=MLPConfig(d_ff=12, kind="squared_relu"))
-    assert not any("gate" in path for path in by_path(model.param_specs(config)))
+    assert not any("gate" in path for path in by_path(parameters.param_specs(config)))
 
 
 def test_a_spec_names_every_axis():

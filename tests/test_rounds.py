@@ -10,7 +10,7 @@ import pytest
 from cases import RULES, assert_close, assert_same_bits, small_model
 from jax.extend.core import jaxprs_in_params
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.config import Runtime
 from elr_jax.residual import POLICIES
 from elr_jax.rounds import bounded_rounds, scan_rounds
@@ -87,7 +87,7 @@ def stored(config, runtime):
     def loss(params, depth):
         return model.apply(params, tokens, depth, config=config, runtime=runtime, key=jax.random.key(0)).sum()
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(model.abstract(config), depth).jaxpr
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(parameters.abstract(config), depth).jaxpr
     found = [var.aval.shape for var in loop_carries(jaxpr)]
     return [shape[1:] for shape in found if len(shape) > 1 and shape[0] == config.loop.max_loops]
 
@@ -109,7 +109,7 @@ def test_weights_are_not_kept_once_more_in_every_round(name, remat, dtype):
     config = small_model(rule, core="*-")
     kept = stored(config, Runtime(remat=remat, dtype=dtype))
     assert (2, 7, 8) in kept
-    weights = {leaf.shape for leaf in jax.tree.leaves(model.abstract(config)) if leaf.ndim > 1}
+    weights = {leaf.shape for leaf in jax.tree.leaves(parameters.abstract(config)) if leaf.ndim > 1}
     weights |= {(math.prod(shape),) for shape in weights} | {(8, 8), (8, 16), (16, 8)}
     assert not weights & set(kept)
     if remat == "round":

@@ -9,7 +9,7 @@ from cases import RULES, small_model
 
 from elr_jax import presets, to_dict
 from elr_jax.errors import ElrError
-from elr_jax.model import abstract
+from elr_jax.parameters import abstract
 from elr_jax.serving_cost import HARDWARE, Serving, main, pool_tokens, serving_cost, weight_reads
 
 

@@ -23,7 +23,7 @@ from elr_jax.decode.generate import Completion, generate, working_copy
 from elr_jax.decode.sampling import GREEDY, Sampling
 from elr_jax.decode.text import TextCodec, checkpoint_codec, run_codec
 from elr_jax.errors import ElrError, one_line_errors
-from elr_jax.model import Params, WorkingCopy
+from elr_jax.parameters import Params, WorkingCopy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from elr_jax import model
+from elr_jax import parameters
 from elr_jax.cache import CacheMode
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.decode import state as core
@@ -18,6 +18,7 @@ from elr_jax.decode.prompts import Batch, Prompts, pack_prompts, pack_requests, 
 from elr_jax.decode.sampling import GREEDY, Sampling
 from elr_jax.decode.state import DecodeState, Requests
 from elr_jax.errors import ElrError
+from elr_jax.parameters import Params
 from elr_jax.typing import Array, Bool, Int
 
 Report = tuple[Int[Array, "B"], Bool[Array, "B"]]
@@ -31,7 +32,7 @@ class Completion(NamedTuple):
 
 
 def generate(
-    params: model.Params | model.WorkingCopy,
+    params: Params | parameters.WorkingCopy,
     prompts: Prompts,
     *,
     config: ModelConfig,
@@ -97,7 +98,7 @@ def generate(
         dtype=runtime.dtype,
     )
     settings = {"config": config, "runtime": runtime, "greedy": not np.any(requests.temperature > 0)}
-    if not isinstance(params, model.WorkingCopy):
+    if not isinstance(params, parameters.WorkingCopy):
         params = _cast(params, config=config, runtime=runtime)
     reports = _reports(params, state, batch, requests, prefill_chunk, settings)
     with _progress_bar(int(requests.limit.sum()), shown=progress) as advance:
@@ -116,16 +117,16 @@ def _check_context(batch: Batch, requests: Requests, config: ModelConfig) -> Non
             )
 
 
-working_copy = jax.jit(model.pack, static_argnames=("config", "runtime"))
-"""`model.pack`, compiled: worth its memory where a CPU generates many tokens."""
-_cast = jax.jit(model.cast, static_argnames=("config", "runtime"))
+working_copy = jax.jit(parameters.pack, static_argnames=("config", "runtime"))
+"""`parameters.pack`, compiled: worth its memory where a CPU generates many tokens."""
+_cast = jax.jit(parameters.cast, static_argnames=("config", "runtime"))
 
 
 def _reported(function: Callable[..., DecodeState]) -> Callable[..., tuple[DecodeState, Report]]:
     """With the new state what the host reads of it, since the state itself is given away to the next step."""
 
     @wraps(function)
-    def reported(params: model.Params, state: DecodeState, *args: Any, **settings: Any) -> tuple[DecodeState, Report]:
+    def reported(params: Params, state: DecodeState, *args: Any, **settings: Any) -> tuple[DecodeState, Report]:
         state = function(params, state, *args, **settings)
         return state, (state.token, state.done)
 
@@ -138,7 +139,7 @@ _decode_step = jax.jit(_reported(core.decode_step), static_argnames=_STATIC, don
 
 
 def _reports(
-    params: model.Params | model.WorkingCopy,
+    params: Params | parameters.WorkingCopy,
     state: DecodeState,
     batch: Batch,
     requests: Requests,

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import UInt32
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.cache import Cache, CacheMode, init_cache
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.decode.sampling import RowLogits, sample
+from elr_jax.parameters import Params
 from elr_jax.typing import Array, Bool, Depth, Float, Int, Key, Positions, Tokens
 
 
@@ -69,7 +70,7 @@ def start(
 
 
 def prefill(
-    params: model.Params | model.WorkingCopy,
+    params: Params | parameters.WorkingCopy,
     state: DecodeState,
     tokens: Tokens,
     new: Int[Array, "B"],
@@ -113,7 +114,7 @@ def prefill(
 
 
 def decode_step(
-    params: model.Params | model.WorkingCopy,
+    params: Params | parameters.WorkingCopy,
     state: DecodeState,
     requests: Requests,
     *,

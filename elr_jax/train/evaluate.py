@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from elr_jax import model
 from elr_jax.config import ModelConfig, Runtime
+from elr_jax.parameters import Params
 from elr_jax.train.data import Batch
 from elr_jax.typing import Array, Float, Int32, PRNGKeyArray
 
@@ -28,7 +29,7 @@ class LoopResult(NamedTuple):
 
 
 def evaluate(
-    params: model.Params,
+    params: Params,
     data: Iterable[Batch],
     *,
     config: ModelConfig,
@@ -59,7 +60,7 @@ def evaluate(
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
 def _score(
-    params: model.Params,
+    params: Params,
     batch: Batch,
     loops: Int32[Array, ""],
     key: PRNGKeyArray,
@@ -76,7 +77,7 @@ def _score(
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
 def residuals(
-    params: model.Params, batch: Batch, key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
+    params: Params, batch: Batch, key: PRNGKeyArray, *, config: ModelConfig, runtime: Runtime
 ) -> Float[Array, "R 2"]:
     """For each round, Σ over tokens of ‖s_k − s_{k−1}‖ / ‖s_k‖ and the number of tokens."""
     rounds = config.loop.max_loops

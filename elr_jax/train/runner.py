@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elr_jax import flops, model
+from elr_jax import flops, parameters
 from elr_jax.config import ModelConfig, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
+from elr_jax.parameters import Params
 from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
@@ -81,13 +82,13 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     return results
 
 
-def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, ModelConfig]:
+def load_params(out: str, *, step: int | None = None) -> tuple[Params, ModelConfig]:
     """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote."""
     folder = checkpoint_folder(out)
 
-    def abstract(meta: checkpoint.Meta) -> model.Params:
+    def abstract(meta: checkpoint.Meta) -> Params:
         dtype = meta.get("dtype", "float32")
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.abstract(_config(meta)))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), parameters.abstract(_config(meta)))
 
     restored = checkpoint.restore(folder, abstract, step=step, field="params")
     if restored is None:
@@ -96,7 +97,7 @@ def load_params(out: str, *, step: int | None = None) -> tuple[model.Params, Mod
     return params, _config(meta)
 
 
-def save_params(out: str, params: model.Params, config: ModelConfig) -> None:
+def save_params(out: str, params: Params, config: ModelConfig) -> None:
     """Write parameters that no run of this project has trained to a new folder, for `load_params`; all of one type."""
     dtypes = sorted({leaf.dtype.name for leaf in jax.tree.leaves(params)})
     if len(dtypes) > 1:
@@ -159,7 +160,7 @@ def _same_run(store: checkpoint.Checkpoints, meta: checkpoint.Meta) -> bool:
 
 
 def _evaluate(
-    step: int, params: model.Params, *, recipe: Recipe, launch: Launch, validation: Dataset, log: MetricsWriter
+    step: int, params: Params, *, recipe: Recipe, launch: Launch, validation: Dataset, log: MetricsWriter
 ) -> list[LoopResult]:
     size = min(recipe.batch_size, len(validation.examples))
     data = (batch for _, batch in zip(range(launch.eval_batches), batches(validation, size), strict=False))

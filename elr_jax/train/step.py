@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.config import Runtime
 from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, sum_by_depth
+from elr_jax.parameters import Params
 from elr_jax.params import onto_sphere, overlay
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
@@ -31,7 +32,7 @@ class TrainState:
 
     step: Int32[Array, ""]
     params: Any
-    """A `model.Params`; optax has a type of that name for any tree."""
+    """A `Params`; optax has a type of that name for any tree."""
     opt_state: Any
     key: PRNGKeyArray
     skipped: Int32[Array, ""]
@@ -73,14 +74,14 @@ class StepMetrics:
 def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, a function of the recipe's seed alone."""
     init_key, run_key = jax.random.split(jax.random.key(recipe.seed))
-    params: Any = model.init(init_key, recipe.model)
+    params: Any = parameters.init(init_key, recipe.model)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(step=zero, params=params, opt_state=optimizer.init(params), key=run_key, skipped=jnp.copy(zero))
 
 
 def optimizer_for(recipe: Recipe) -> optax.GradientTransformation:
     """The optimizer of the recipe's model."""
-    specs = model.param_specs(recipe.model)
+    specs = parameters.param_specs(recipe.model)
     return make_optimizer(recipe.optim, specs, recipe.steps, grafted_at=recipe.graft_step)
 
 
@@ -113,9 +114,9 @@ def train_step(
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
     if recipe.model.sphere:
-        params = onto_sphere(params, model.param_specs(recipe.model))
+        params = onto_sphere(params, parameters.param_specs(recipe.model))
     if routing is not None:
-        params = model.balance_routers(params, routing.load, recipe.routing.bias_rate, config=recipe.model)
+        params = parameters.balance_routers(params, routing.load, recipe.routing.bias_rate, config=recipe.model)
     finite = jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
@@ -135,7 +136,7 @@ def train_step(
 
 
 def batch_loss(
-    params: model.Params, part: tuple[Batch, Depth, PRNGKeyArray], *, recipe: Recipe, runtime: Runtime
+    params: Params, part: tuple[Batch, Depth, PRNGKeyArray], *, recipe: Recipe, runtime: Runtime
 ) -> tuple[Float[Array, ""], tuple[DepthSums, RoutingSums | None]]:
     """Summed loss of some rows in nats, and the sums by loop count and of the mixtures of experts."""
     batch, depth, keys = part

@@ -18,6 +18,7 @@ import numpy as np
 
 from elr_jax import model
 from elr_jax.config import ModelConfig
+from elr_jax.parameters import Params
 from elr_jax.train.data import Batch, Dataset, Example, batches, synthetic_dataset
 from elr_jax.train.token_store import Split
 from elr_jax.typing import Array, Bool, Int32
@@ -79,7 +80,7 @@ class PointerChase:
             num_examples=None if split == "train" else self.validation_examples,
         )
 
-    def measure(self, params: model.Params, config: ModelConfig) -> dict[str, Any]:
+    def measure(self, params: Params, config: ModelConfig) -> dict[str, Any]:
         """`accuracy_by_hops` [hops][loops] on the validation rows."""
         rows = min(256, self.validation_examples)
         right, seen = np.zeros((self.max_hops, config.loop.max_loops)), np.zeros((self.max_hops, 1))
@@ -93,6 +94,6 @@ class PointerChase:
 
 
 @partial(jax.jit, static_argnames="config")
-def _right(params: model.Params, batch: Batch, loops: Int32[Array, ""], *, config: ModelConfig) -> Bool[Array, "B T"]:
+def _right(params: Params, batch: Batch, loops: Int32[Array, ""], *, config: ModelConfig) -> Bool[Array, "B T"]:
     logits = model.apply(params, batch.tokens, jnp.full(batch.tokens.shape[0], loops), config=config)
     return jnp.argmax(logits, axis=-1) == batch.targets

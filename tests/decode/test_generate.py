@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_same_bits, perturb, small_model, tiny_dory
 
-from elr_jax import model
+from elr_jax import parameters
 from elr_jax.config import Runtime
 from elr_jax.decode import Sampling, decode_step, generate, prefill, start, working_copy
 from elr_jax.decode import prompts as asked
@@ -39,7 +39,7 @@ step_alone = jax.jit(decode_step, static_argnames=STATIC)
 def params_of(config):
     # rates on the sphere stay small: far above their start a random model is chaotic, and rounding decides its tokens
     scale = 0.1 if config.sphere else 0.5
-    return perturb(jax.jit(model.init, static_argnums=1)(jax.random.key(0), config), scale=scale)
+    return perturb(jax.jit(parameters.init, static_argnums=1)(jax.random.key(0), config), scale=scale)
 
 
 PARAMS = params_of(CONFIG)

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import RULES, perturb, small_model
 
-from elr_jax import model
+from elr_jax import parameters
 from elr_jax.decode import __main__ as command
 from elr_jax.decode.text import byte_codec, checkpoint_codec, run_codec
 from elr_jax.errors import ElrError
@@ -116,7 +116,7 @@ def test_continuations_stand_side_by_side(monkeypatch, capsys, tmp_path):
     from elr_jax.train import runner
 
     config = small_model(RULES["elr"], vocab_size=5, prelude="", coda="")
-    params = perturb(model.init(jax.random.key(0), config))
+    params = perturb(parameters.init(jax.random.key(0), config))
     runner.save_params(str(tmp_path), params, config)
     write_tokenizer(tmp_path, bos_token="<s>")
     call(monkeypatch, tmp_path, "--prompt", "a b", "--prompt", "b [a]", "--loops", "1,4", "--max-new-tokens", "5")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elr_jax import model
+from elr_jax import parameters
 from experiments.pointer_chase.cells import cells
 from experiments.pointer_chase.task import PointerChase
 from experiments.results import FILE, Results, read_lines
@@ -46,7 +46,7 @@ def test_accuracy_is_counted_by_hops_and_loops(tiny_cell, monkeypatch):
     module = "experiments.pointer_chase.task._right"
     monkeypatch.setattr(module, lambda params, batch, loops, config: batch.tokens % 3 == batch.targets)
     config = tiny_cell.recipe.model
-    table = np.array(task.measure(model.abstract(config), config)["accuracy_by_hops"])
+    table = np.array(task.measure(parameters.abstract(config), config)["accuracy_by_hops"])
     assert table.shape == (4, 2)
     np.testing.assert_array_equal(table, [[0, 0], [0, 0], [1, 1], [0, 0]])
 

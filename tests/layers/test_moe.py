@@ -15,7 +15,7 @@ from cases import RULES, assert_close, assert_same_bits, perturb, small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.config import MoEConfig, Runtime
 from elr_jax.depth import PerExample
 from elr_jax.errors import ElrError
@@ -157,7 +157,7 @@ def looped(*, replay, core="*E", coda="E", **changes):
 
 
 def weights_of(config):
-    return perturb(model.init(KEY, config), scale=0.3)
+    return perturb(parameters.init(KEY, config), scale=0.3)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -335,8 +335,8 @@ config = presets.tiny_moe()
 config = dataclasses.replace(config, prelude="", core="*E", coda="", moe=dataclasses.replace(config.moe, replay=True))
 mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 spread = lambda spec: NamedSharding(mesh, PartitionSpec(*(a if a == "expert" else None for a in spec.axes)))
-shardings = map_specs(spread, model.param_specs(config))
-params = jax.jit(partial(model.init, config=config))(jax.random.key(0))
+shardings = map_specs(spread, parameters.param_specs(config))
+params = jax.jit(partial(parameters.init, config=config))(jax.random.key(0))
 tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
 
 @jax.jit

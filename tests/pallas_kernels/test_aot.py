@@ -11,7 +11,7 @@ from benchmarks.planned_memory import PlannedMemory, loss
 from elr_jax import presets
 from elr_jax.config import LoopRule, Runtime, SphereConfig
 from elr_jax.depth import PerExample
-from elr_jax.model import param_specs
+from elr_jax.parameters import param_specs
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe

@@ -10,7 +10,7 @@ from cases import RULES, assert_close, small_model, tiny_dory
 from interpreted import assert_near, normal
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.config import LoopRule, Runtime
 from elr_jax.errors import ElrError
 from pallas_kernels.contract import choose, run, target_platform
@@ -63,7 +63,7 @@ def test_a_named_kernel_is_refused_on_a_cpu_in_a_model_too():
     config = small_model(RULES["elr"], d_model=128)
     apply = jax.jit(partial(model.apply, config=config, runtime=Runtime(kernels="pallas_tpu")))
     with pytest.raises(ElrError, match=r"windowed_attention\(implementation='pallas_tpu'\) runs on tpu"):
-        apply.lower(model.abstract(config), jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32))
+        apply.lower(parameters.abstract(config), jnp.zeros((1, 3), jnp.int32), jnp.ones(1, jnp.int32))
 
 
 def test_an_unknown_name_is_refused():
@@ -125,7 +125,7 @@ def test_a_shard_is_its_part():
 )
 def test_a_model_with_kernels_is_the_model(config):
     """Logits and gradients, and a decode step, with every op's kernel."""
-    params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
+    params = jax.jit(parameters.init, static_argnums=1)(jax.random.key(0), config)
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, config.vocab_size)
     depth = jnp.array([1, 2])
 

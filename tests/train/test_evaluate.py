@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import perturb
 
-from elr_jax import model
+from elr_jax import model, parameters
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
 from elr_jax.losses import cross_entropy
 from elr_jax.train import evaluate as module
@@ -38,7 +38,7 @@ def batch(seed: int) -> Batch:
 
 
 def test_scores_are_means_over_all_scored_tokens():
-    params, data = model.init(KEY, CONFIG), [batch(0), batch(1)]
+    params, data = parameters.init(KEY, CONFIG), [batch(0), batch(1)]
     results = evaluate(params, data, config=CONFIG, bytes_per_token=2.0, key=KEY)
     assert [result.loops for result in results] == [1, 2, 3]
     weights = np.stack([part.weights for part in data])
@@ -66,7 +66,7 @@ def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
     """Round k of a longer pass is another function, since the budget is told."""
     told = ConditioningConfig(width=4, sinusoids=4, rank=2)
     config = dataclasses.replace(CONFIG, core="-", conditioning=told, loop=LoopRule(max_loops=2))
-    params = perturb(model.init(KEY, config))
+    params = perturb(parameters.init(KEY, config))
     results = evaluate(params, [batch(0)], config=config)
     run = jax.jit(partial(model.states, config=config))
     moved = {}
@@ -78,7 +78,7 @@ def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
 
 
 def test_a_second_evaluation_compiles_nothing():
-    params = model.init(KEY, CONFIG)
+    params = parameters.init(KEY, CONFIG)
     compiled = lambda: (module._score._cache_size(), module.residuals._cache_size())
     evaluate(params, [batch(0)], config=CONFIG, key=KEY)
     before = compiled()
