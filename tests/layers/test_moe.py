@@ -328,7 +328,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elr_jax import model, presets
+from elr_jax import model, parameters, presets
 from elr_jax.params import map_specs
 
 config = presets.tiny_moe()
