@@ -233,7 +233,7 @@ def _routing_scalars(metrics: StepMetrics) -> dict[str, float]:
     routing = metrics.routing
     if routing is None:
         return {}
-    weight = float(metrics.by_depth.weight.sum())
+    weight = max(float(metrics.by_depth.weight.sum()), 1.0)
     load = np.asarray(routing.load)
     return {
         "balance_loss": float(routing.balance) / weight,
