@@ -42,7 +42,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("elr", "conditioned", "hybrid", "sphere") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("elr", "conditioned", "sphere") else pytest.param(name, marks=pytest.mark.slow)
         for name in CONFIGS
     ],
 )

@@ -56,6 +56,7 @@ def test_grouped_heads_are_repeated_keys(heads, groups):
     assert_is_reference(partial(windowed_attention, window=None), 5, None, heads=heads, groups=groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 6))
 @example(4, 3, 4)  # W − 1
