@@ -1,23 +1,24 @@
-"""The two tasks that the questions about elastic depth share, and their reference recipe: text, and the pointer chase.
+"""What the questions about elastic depth share: their tasks, and the reference recipe that a variant changes.
 
-Text is where the claims were made, the pointer chase where the depth that an answer needs is known. A question's
-variants change the reference in one thing: adaptive delta, each row at a loop count of its own, of 1 to K.
+Text is where the claims were made, the pointer chase where the depth that an answer needs is known. `hybrid` and `moe`
+are the text again, for Koi's layers and for the same with mixtures of experts. The reference has adaptive delta and
+each row at a loop count of its own, of 1 to K; a question's variants change it in one thing.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elr_jax.config import ConditioningConfig, ModelConfig
+from elr_jax.config import AttentionConfig, ConditioningConfig, MLPConfig, ModelConfig
 from elr_jax.depth import DepthLaw, Fixed, PerExample
-from elr_jax.presets import PLAIN, TINY_CONDITIONING
+from elr_jax.presets import PLAIN, TINY_CONDITIONING, elr_30b_a3b, koi_4b, tiny_hybrid, tiny_moe
 from elr_jax.train.data import DataConfig
 from elr_jax.train.settings import Recipe
 from experiments.elastic_text.cells import recipe as text_recipe
 from experiments.elastic_text.cells import size_of
 from experiments.pointer_chase.cells import cells as chase_cells
 from experiments.sweep import Cell, Flags, Preset
-from experiments.tasks import Text
+from experiments.tasks import RoutedText, Text
 
 Variant = Callable[[Recipe], Recipe]
 
@@ -46,7 +47,35 @@ def references(preset: Preset, data: DataConfig) -> dict[str, Cell]:
     law = PerExample(max_loops=size.max_loops, forced=size.forced)
     text = Cell(name="text", recipe=text_recipe(size, law), task=Text(data=size.data), eval_batches=size.eval_batches)
     chase = next(cell for cell in chase_cells(preset) if cell.name == "mixed")
-    return {"text": text, "chase": chase}
+    own = {}
+    for name, model in backbones(preset).items():
+        recipe = text_recipe(size, PerExample(max_loops=model.loop.max_loops, forced=0.1), model)
+        if preset == "cpu":  # these layers are 2 to 4 times slower there than attention and MLPs
+            recipe = dataclasses.replace(recipe, steps=200, batch_size=8, microbatches=2)
+        task = RoutedText(data=size.data) if model.moe else text.task
+        own[name] = dataclasses.replace(text, recipe=recipe, task=task)
+    return {"text": text, "chase": chase, **own}
+
+
+def backbones(preset: Preset) -> dict[str, ModelConfig]:
+    """Koi's layers and those of the 30B-A3B at a preset's size."""
+    if preset == "paper":
+        return {"hybrid": koi_4b(), "moe": elr_30b_a3b()}
+    models = {"hybrid": tiny_hybrid(), "moe": tiny_moe()}
+    return {name: _narrow(model) for name, model in models.items()} if preset == "smoke" else models
+
+
+def _narrow(model: ModelConfig) -> ModelConfig:
+    """The same layers of width 16."""
+    assert model.delta is not None
+    return dataclasses.replace(
+        model,
+        d_model=16,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, rope_base=None),
+        mlp=MLPConfig(d_ff=32, kind=model.mlp.kind),
+        delta=dataclasses.replace(model.delta, num_heads=2, num_key_heads=1, key_dim=8, value_dim=8),
+        moe=model.moe and dataclasses.replace(model.moe, d_expert=8, d_shared=16),
+    )
 
 
 def variant_cells(
@@ -56,16 +85,16 @@ def variant_cells(
     headline: Sequence[str],
     tasks: Mapping[str, Sequence[str]],
 ) -> list[Cell]:
-    """A cell `text_name` or `chase_name` of each variant named for a task; those of `headline` get all seeds."""
+    """A cell `task_name` of each variant named for a task; those of `headline` get all seeds."""
     return [
         dataclasses.replace(
-            reference,
+            references[task],
             name=f"{task}_{name}",
-            recipe=variants[name](reference.recipe),
+            recipe=variants[name](references[task].recipe),
             headline=f"{task}_{name}" in headline,
         )
-        for task, reference in references.items()
-        for name in tasks[task]
+        for task, names in tasks.items()
+        for name in names
     ]
 
 

@@ -11,6 +11,7 @@ import tyro
 from elr_jax.errors import one_line_errors
 from experiments.bases import TextFlags, references
 from experiments.reporting import (
+    Table,
     claims_table,
     figure,
     level_with_band,
@@ -37,6 +38,8 @@ class Score(NamedTuple):
 
 SCORES = {
     "text": Score("bits_per_byte", "validation bits per byte", None),
+    "hybrid": Score("bits_per_byte", "validation bits per byte, hybrid", None),
+    "moe": Score("bits_per_byte", "validation bits per byte, hybrid with experts", None),
     "chase": Score("accuracy", "accuracy over 1 to 5 hops", (0, 1.03)),
 }
 ROOM = 0.15
@@ -44,15 +47,29 @@ ROOM = 0.15
 
 
 def main(
-    question: str, description: str | None, cells: Callable[[dict[str, Cell]], list[Cell]], claims: Sequence[Claim]
+    question: str,
+    description: str | None,
+    cells: Callable[[dict[str, Cell]], list[Cell]],
+    claims: Sequence[Claim],
+    *,
+    tables: Callable[[Results], list[Table]] = lambda results: [],
 ) -> None:
-    """The command of such a question."""
+    """The command of such a question; `tables` shows what is its own."""
     with one_line_errors():
         flags = tyro.cli(TextFlags, description=description, prog=f"python -m experiments.{question}")
-        answer(question, flags, cells(references(flags.preset, flags.data)), partial(report, claims=claims))
+        tell = partial(report, claims=claims, tables=tables)
+        answer(question, flags, cells(references(flags.preset, flags.data)), tell)
 
 
-def report(folder: Path, preset: str, results: Results, cells: list[Cell], *, claims: Sequence[Claim]) -> None:
+def report(
+    folder: Path,
+    preset: str,
+    results: Results,
+    cells: list[Cell],
+    *,
+    claims: Sequence[Claim],
+    tables: Callable[[Results], list[Table]],
+) -> None:
     """Rewrite the preset's section of the README and its figure."""
     names = [cell.name for cell in cells if cell.name in results.cells]
     finished = {task: [name for name in names if name.startswith(f"{task}_")] for task in SCORES}
@@ -65,7 +82,7 @@ def report(folder: Path, preset: str, results: Results, cells: list[Cell], *, cl
     parts = [provenance(results, cells)]
     parts += [loops_table(results, finished[task], SCORES[task].metric).markdown() for task in tasks]
     parts += [f"![{' and '.join(SCORES[task].label for task in tasks)} against loops]({path})"] if tasks else []
-    parts.append(claims_table(claims, results).markdown())
+    parts += [table.markdown() for table in (*tables(results), claims_table(claims, results))]
     write_section(folder / "README.md", preset, "\n\n".join(parts))
 
 

@@ -150,7 +150,7 @@ def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
     metrics = {name: [round(getattr(score, name), 6) for score in scores] for name in names}
     seq_len = training.seq_len
     return {
-        "metrics": metrics | cell.task.measure(params, recipe.model),
+        "metrics": metrics | cell.task.measure(params, recipe),
         **cost(out, recipe, seq_len=seq_len),
         "data": training.fingerprint,
         **environment(),

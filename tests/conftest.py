@@ -30,3 +30,18 @@ def fast_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+MOST_MAPPINGS = 20_000
+"""Of a process's memory; Linux allows 65,530 by default, and a compiled program takes dozens."""
+
+
+@pytest.fixture(autouse=True)
+def bounded_mappings():
+    """Programs are dropped before they are so many that the next one's memory is refused, which ends the process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()

@@ -128,7 +128,7 @@ def moe(
     if context.probe:
         fresh = select()
         done = done.replace(
-            overlap=past.overlap + _overlap(experts, fresh), cosine=past.cosine + _cosine(y, output(fresh))
+            overlap=past.overlap + shared_experts(experts, fresh), cosine=past.cosine + _cosine(y, output(fresh))
         )
     return y, done
 
@@ -180,8 +180,9 @@ def _balance(scores: Float[Array, "B T E"], experts: Experts) -> tuple[Float[Arr
     return jnp.sum(share * mean, axis=-1), load
 
 
-def _overlap(experts: Experts, fresh: Experts) -> Float[Array, "B"]:
-    same = jnp.any(experts[..., :, None] == fresh[..., None, :], axis=-1)
+def shared_experts(experts: Experts, others: Experts) -> Float[Array, "B"]:
+    """Share of a row's experts that its tokens have in the other routes too."""
+    same = jnp.any(experts[..., :, None] == others[..., None, :], axis=-1)
     return jnp.mean(same, axis=(1, 2), dtype=jnp.float32)
 
 

@@ -20,6 +20,7 @@ from elr_jax import model
 from elr_jax.config import ModelConfig
 from elr_jax.parameters import Params
 from elr_jax.train.data import Batch, Dataset, Example, batches, synthetic_dataset
+from elr_jax.train.settings import Recipe
 from elr_jax.train.token_store import Split
 from elr_jax.typing import Array, Bool, Int32
 
@@ -80,8 +81,9 @@ class PointerChase:
             num_examples=None if split == "train" else self.validation_examples,
         )
 
-    def measure(self, params: Params, config: ModelConfig) -> dict[str, Any]:
+    def measure(self, params: Params, recipe: Recipe) -> dict[str, Any]:
         """`accuracy_by_hops` [hops][loops] on the validation rows."""
+        config = recipe.model
         rows = min(256, self.validation_examples)
         right, seen = np.zeros((self.max_hops, config.loop.max_loops)), np.zeros((self.max_hops, 1))
         for batch in batches(self.open("validation", seed=0), rows):

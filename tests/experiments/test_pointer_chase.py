@@ -46,7 +46,7 @@ def test_accuracy_is_counted_by_hops_and_loops(tiny_cell, monkeypatch):
     module = "experiments.pointer_chase.task._right"
     monkeypatch.setattr(module, lambda params, batch, loops, config: batch.tokens % 3 == batch.targets)
     config = tiny_cell.recipe.model
-    table = np.array(task.measure(parameters.abstract(config), config)["accuracy_by_hops"])
+    table = np.array(task.measure(parameters.abstract(config), tiny_cell.recipe)["accuracy_by_hops"])
     assert table.shape == (4, 2)
     np.testing.assert_array_equal(table, [[0, 0], [0, 0], [1, 1], [0, 0]])
 

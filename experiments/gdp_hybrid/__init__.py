@@ -1,0 +1,1 @@
+"""Elastic depth on Koi's layers: Gated DeltaProduct with a little attention."""
