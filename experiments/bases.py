@@ -51,7 +51,8 @@ def references(preset: Preset, data: DataConfig) -> dict[str, Cell]:
     for name, model in backbones(preset).items():
         recipe = text_recipe(size, PerExample(max_loops=model.loop.max_loops, forced=0.1), model)
         if preset == "cpu":  # these layers are 2 to 4 times slower there than attention and MLPs
-            recipe = dataclasses.replace(recipe, steps=200, batch_size=8, microbatches=2)
+            steps = 120 if model.moe else 200
+            recipe = dataclasses.replace(recipe, steps=steps, batch_size=8, microbatches=2)
         task = RoutedText(data=size.data) if model.moe else text.task
         own[name] = dataclasses.replace(text, recipe=recipe, task=task)
     return {"text": text, "chase": chase, **own}
