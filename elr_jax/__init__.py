@@ -24,7 +24,7 @@ from elr_jax.config import (
 )
 from elr_jax.errors import ElrError
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
-from elr_jax.model import apply, extend, routing, states
+from elr_jax.model import apply, encode, extend, routing, states
 from elr_jax.parameters import Params, abstract, graft, init, param_specs
 from elr_jax.params import ParamSpec, count_params
 
@@ -49,6 +49,7 @@ __all__ = [
     "count_params",
     "cross_entropy",
     "depth",
+    "encode",
     "extend",
     "flops",
     "from_dict",

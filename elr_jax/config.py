@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.strategies import configure_tagged_union
@@ -299,6 +299,54 @@ class ModelConfig:
     def layers(self) -> str:
         """All letters in order, one physical layer each."""
         return self.prelude + self.core + self.coda
+
+    @property
+    def boundary(self) -> "Boundary | None":
+        """Where the encoder ends: below the last `G`, after the whole core if that is where it is.
+
+        What a token leaves to later ones from there on are window keys. None without a `G`, or where a layer below has
+        another memory.
+        """
+        for name in ("coda", "core", "prelude"):
+            if "G" in getattr(self, name):
+                index = getattr(self, name).rindex("G") + 1
+                found = Boundary("coda", 0) if name == "core" else Boundary(name, index)
+                return found if set(found.decoder(self)) <= set("RS-E") else None
+        return None
+
+
+class Boundary(NamedTuple):
+    """A place in one of the stacks that run once, below its first `above` layers."""
+
+    stack: Literal["prelude", "coda"]
+    above: int
+
+    def decoder(self, config: ModelConfig, *, loops: int = 1) -> str:
+        """The letters from there on, as a token passes them."""
+        if self.stack == "coda":
+            return config.coda[self.above :]
+        return config.prelude[self.above :] + loops * config.core + config.coda
+
+    def replayed(self, config: ModelConfig, *, loops: int) -> int:
+        """How many of a prompt's last tokens the decoder must read for the last one's exact output and window keys.
+
+        n windows of W below each other reach n(W−1) tokens back.
+        """
+        letters = self.decoder(config, loops=loops)
+        return (letters.count("R") + letters.count("S")) * (config.attention.window - 1) + 1
+
+
+def decoder_of(config: ModelConfig) -> Boundary:
+    """Where the decoder of a causal encoder-decoder begins.
+
+    Raises:
+        ElrError: a model without a decoder whose memory is windows.
+    """
+    if config.boundary is None:
+        raise ElrError(
+            f"layers {config.layers!r} have no decoder to skip: below their last G may be R, S and feed-forward alone"
+        )
+    return config.boundary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from elr_jax.config import DeltaProductConfig, ModelConfig
+from elr_jax.config import DeltaProductConfig, ModelConfig, decoder_of
 from elr_jax.depth import DepthLaw, Switch
 from elr_jax.layers.delta_rule import rule_flops
 from elr_jax.layers.moe import moe_sizes
@@ -57,14 +57,31 @@ def router_calls(config: ModelConfig, loops: int) -> int:
 
 def forward_flops(config: ModelConfig, *, seq_len: int) -> ForwardFlops:
     """Operations a token, averaged over a sequence of `seq_len`, with the keys that attention really visits."""
-    d = config.d_model
-    rule = config.loop
-    fixed = sum(_layer(letter, config, seq_len) for letter in config.prelude + config.coda) + 2 * d * config.vocab_size
-    fixed += 2 * d * d * ((rule.inject in ("concat", "gated")) + (rule.readout == "linear"))
-    fixed += _embedders(config, seq_len) + len(config.coda) * _condition(config, seq_len)
-    square = (rule.inject == "concat") + (rule.update == "adaptive_delta")
+    fixed = sum(_layer(letter, config, seq_len) for letter in config.prelude + config.coda)
+    fixed += len(config.coda) * _condition(config, seq_len) + 2 * config.d_model * config.vocab_size
+    around, round_ = _loop_flops(config, seq_len)
+    return ForwardFlops(fixed + around, round_)
+
+
+def encoder_flops(config: ModelConfig, *, seq_len: int) -> ForwardFlops:
+    """The same for a token of a prompt that the decoder does not read: of the last `G` its keys and values alone."""
+    stack, above = decoder_of(config)
+    letters = (config.prelude if stack == "coda" else "") + getattr(config, stack)[:above]
+    last = letters[-1:] == "G" and above > 0
+    fixed = sum(_layer(letter, config, seq_len) for letter in (letters[:-1] if last else letters))
+    fixed += last * 8 * config.d_model * config.attention.num_kv_heads * config.attention.head_dim
+    if stack == "prelude":
+        return ForwardFlops(fixed, 0.0)
+    around, round_ = _loop_flops(config, seq_len)
+    return ForwardFlops(fixed + above * _condition(config, seq_len) + around, round_)
+
+
+def _loop_flops(config: ModelConfig, seq_len: int) -> tuple[float, float]:
+    """What the loop costs once, and each round."""
+    rule, square = config.loop, 2 * config.d_model**2
+    once = square * ((rule.inject in ("concat", "gated")) + (rule.readout == "linear")) + _embedders(config, seq_len)
     core = sum(_layer(letter, config, seq_len) + _condition(config, seq_len) for letter in config.core)
-    return ForwardFlops(fixed, core + 2 * d * d * square)
+    return once, core + square * ((rule.inject == "concat") + (rule.update == "adaptive_delta"))
 
 
 def train_flops(config: ModelConfig, *, seq_len: int, sequences: int, rounds: float) -> float:
@@ -79,6 +96,16 @@ def train_flops(config: ModelConfig, *, seq_len: int, sequences: int, rounds: fl
 def layer_passes(config: ModelConfig, loops: float) -> float:
     """Layers a token passes at a loop count, or at a mean loop count: D(k) = L_in + k·L_rec + L_out. [ELR]"""
     return len(config.prelude) + loops * len(config.core) + len(config.coda)
+
+
+def encoder_passes(config: ModelConfig, loops: float) -> float:
+    """Layers that a prompt's token passes where the decoder does not read it; the last `G` only makes keys and values.
+
+    A causal encoder-decoder of 2 | 4 | 6 blocks at 8 loops: 34 blocks of 40. [looped CED]
+    """
+    stack, above = decoder_of(config)
+    before = len(config.prelude) + loops * len(config.core) if stack == "coda" else 0
+    return before + max(above - 1, 0)
 
 
 def training_cost(config: ModelConfig, law: DepthLaw, *, seq_len: int) -> TrainingCost:

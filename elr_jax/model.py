@@ -12,7 +12,7 @@ from jax.core import Tracer
 from elr_jax import cache as caches
 from elr_jax.cache import Cache
 from elr_jax.conditioning import round_conditions
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import Boundary, ModelConfig, Runtime, decoder_of
 from elr_jax.errors import ElrError
 from elr_jax.layers import LAYERS, Context, make_context, start_carry
 from elr_jax.layers.attention import KV
@@ -128,7 +128,7 @@ def _outcome(
     probe: bool = False,
 ) -> tuple[Hidden, tuple[Routing, ...]]:
     """The coda's output, and what the mixtures of experts did."""
-    entry, context, noise, before = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    entry, context, noise, before = _enter(params, tokens, config, runtime, segment_ids, positions, key)
     context = dataclasses.replace(context, probe=probe)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
     state, (during, shared) = run_loop(
@@ -166,83 +166,202 @@ def extend(
     key: PRNGKeyArray | None = None,
     fresh: bool = False,
     last_only: bool = False,
+    skipped: Int[Array, "B"] | None = None,
 ) -> tuple[Logits, Cache]:
     """Logits [B,T,V] of new tokens after those in the cache, and the cache with them: prefill, chunk or decode step.
 
     The first `new` [B] of each row's tokens are real (None: all), the rest is padding: it leaves no trace in the cache
     and its logits mean nothing. `depth` [B] may differ from call to call, and may be 0 where a row has none.
     `positions` default to each row's length in the cache and on. `fresh` says that the cache is empty, so that a
-    prompt's attention may go in blocks. `last_only` gives the logits [B,1,V] of each row's last real token. The caller
-    minds that the capacity is not exceeded; beyond it, a `*` layer would forget its oldest tokens.
+    prompt's attention may go in blocks. `last_only` gives the logits [B,1,V] of each row's last real token. `skipped`
+    [B]: how many tokens the cache has from `encode`; needed by the first call after it. The caller minds that the
+    capacity is not exceeded; beyond it, a `*` layer would forget its oldest tokens.
     """
-    _check_depth(depth, config, least=1 if new is None else 0)
-    params = cast(params, config, runtime)
-    batch, count = tokens.shape
-    new = jnp.full(batch, count, jnp.int32) if new is None else new
-    if positions is None:
-        positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
-    context = make_context(
-        positions, jnp.zeros_like(tokens), config, tokens=tokens, runtime=runtime, length=cache.length, new=new
-    )
-    noise = _noise(key, positions, config, runtime)
-    conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-
-    def stack(
-        x: Hidden, name: str, context: Context, i: Any, carried: tuple[Any, ...] | None = None
-    ) -> tuple[Hidden, Context, Any]:
-        letters, entries = getattr(config, name), caches.read(getattr(cache, name), jnp.maximum(i, 0))
-        past = (None,) * len(letters) if fresh else entries
-        if carried is not None:
-            past = tuple(slot if mine is None else mine for slot, mine in zip(past, carried, strict=True))
-        told = _told(context, conditions, i)
-        return extend_stack(x, getattr(params, name), told, past, letters=letters, config=config)
-
-    def once(x: Hidden, name: str, context: Context) -> tuple[Hidden, Context, Any]:
-        with jax.named_scope(name):
-            x, context, made = stack(x, name, context, -1)
-            return x, context, jax.tree.map(lambda leaf: leaf[None], made)
-
-    x, context, prelude = once(_embed(params, tokens, config, runtime), "prelude", context)
-
-    def round_(i: Int32[Array, ""], u: Hidden, carried: tuple[Any, ...]) -> tuple[Hidden, Any, tuple[Any, ...]]:
-        u, _, made = stack(u, "core", context, i, carried)
-        carries = [LAYERS[letter].carry is not None for letter in config.core]
-        kept = tuple(None if carry else one for carry, one in zip(carries, made, strict=True))
-        later = tuple(one if carry else None for carry, one in zip(carries, made, strict=True))
-        return u, kept, later
-
-    replays = config.moe is not None and config.moe.replay
-    carried = start_carry(config.core, config, batch, count) if replays else (None,) * len(config.core)
-    state, core = run_cached_loop(
-        x,
-        depth,
-        params.loop,
-        caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x, carried)[1]),
-        core=round_,
-        config=config,
-        runtime=runtime,
-        noise=noise,
-        carried=carried,
-    )
-    if "G" in config.core:  # the last slot has every token's last round
-        last = config.core.rindex("G")
-        newest = partial(jax.tree.map, lambda leaf: leaf[-1])
-        context = share(context, newest(core[last]), None if fresh else newest(cache.core[last]))
-    state, _, coda = once(state, "coda", context)
+    if skipped is not None:
+        decoder_of(config)
+    call = _Call.begin(params, tokens, depth, cache, config, runtime, new, positions, key, fresh)
+    state, made = call.layers(cache, skipped=skipped)
     if last_only:
-        state = jnp.take_along_axis(state, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
-    logits = _logits(params, state, config)
+        state = jnp.take_along_axis(state, jnp.maximum(call.new - 1, 0)[:, None, None], axis=1)
+    logits = _logits(call.params, state, config)
     with jax.named_scope("commit"):
         # always `new`, but unknown before the logits are: a write after all reads needs no copy of the donated cache,
         # and a barrier is gone by the time XLA decides on copies
-        written = jnp.minimum(new, count + (logits[:, 0, 0] > 0))
-        add = partial(caches.commit, length=cache.length, new=written)
-        return logits, Cache(
-            prelude=add(config.prelude, cache.prelude, prelude),
-            core=add(config.core, cache.core, core),
-            coda=add(config.coda, cache.coda, coda),
-            length=cache.length + new,
+        written = jnp.minimum(call.new, tokens.shape[1] + (logits[:, 0, 0] > 0))
+        return logits, call.commit(cache, made, written)
+
+
+def encode(
+    params: Params | WorkingCopy,
+    tokens: Tokens,
+    depth: Depth,
+    cache: Cache,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    new: Int[Array, "B"] | None = None,
+    positions: Positions | None = None,
+    key: PRNGKeyArray | None = None,
+    fresh: bool = False,
+) -> Cache:
+    """The cache with new tokens of a prompt, of which the decoder reads nothing: arguments as for `extend`.
+
+    The layers down to the last `G` run, of that one only what makes keys and values. Later tokens see the new ones
+    through global keys alone. With the last `boundary.replayed(…)` tokens of a prompt or more left to `extend`, its
+    last logits and all later ones are those of a prompt that was read whole; with fewer, but a window at least, they
+    are near.
+
+    Raises:
+        ElrError: a model without a decoder whose memory is windows.
+    """
+    boundary = decoder_of(config)
+    call = _Call.begin(params, tokens, depth, cache, config, runtime, new, positions, key, fresh)
+    _, made = call.layers(cache, until=boundary)
+    with jax.named_scope("commit"):
+        return call.commit(cache, made, call.new)
+
+
+Made = dict[str, tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Some new tokens on their way through the layers, beside a cache."""
+
+    params: Params
+    tokens: Tokens
+    depth: Depth
+    new: Int[Array, "B"]
+    context: Context
+    conditions: Conditions | None
+    noise: Hidden | None
+    config: ModelConfig
+    runtime: Runtime
+    fresh: bool
+
+    @classmethod
+    def begin(
+        cls,
+        params: Params | WorkingCopy,
+        tokens: Tokens,
+        depth: Depth,
+        cache: Cache,
+        config: ModelConfig,
+        runtime: Runtime,
+        new: Int[Array, "B"] | None,
+        positions: Positions | None,
+        key: PRNGKeyArray | None,
+        fresh: bool,
+    ) -> "_Call":
+        """What all layers share about the tokens."""
+        _check_depth(depth, config, least=1 if new is None else 0)
+        params = cast(params, config, runtime)
+        batch, count = tokens.shape
+        new = jnp.full(batch, count, jnp.int32) if new is None else new
+        if positions is None:
+            positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)
+        context = make_context(
+            positions, jnp.zeros_like(tokens), config, tokens=tokens, runtime=runtime, length=cache.length, new=new
         )
+        return cls(
+            params=params,
+            tokens=tokens,
+            depth=depth,
+            new=new,
+            context=context,
+            conditions=round_conditions(params.conditioning, depth, config, dtype=runtime.dtype),
+            noise=_noise(key, positions, config, runtime),
+            config=config,
+            runtime=runtime,
+            fresh=fresh,
+        )
+
+    def layers(
+        self, cache: Cache, *, until: Boundary | None = None, skipped: Int[Array, "B"] | None = None
+    ) -> tuple[Hidden, Made]:
+        """The state after the layers, or those above a boundary, and what each makes for the cache."""
+        config, made = self.config, {}
+        context, x = self.context, _embed(self.params, self.tokens, config, self.runtime)
+        border = until if skipped is None else decoder_of(config)
+        for name in ("prelude", "core", "coda"):
+            if name == "core":
+                x, made[name], context = self._loop(x, cache, context)
+                continue
+            cut = border.above if border is not None and border.stack == name else len(getattr(config, name))
+            with jax.named_scope(name):
+                x, context, above = self._once(x, name, slice(0, cut), cache, context)
+                if until is not None and until.stack == name:
+                    return x, made | {name: above}
+                if skipped is not None and border is not None and border.stack == name:
+                    context = dataclasses.replace(context, first=skipped)
+                x, context, below = self._once(x, name, slice(cut, None), cache, context)
+            made[name] = above + below
+        return x, made
+
+    def commit(self, cache: Cache, made: Made, written: Int[Array, "B"]) -> Cache:
+        """The cache with what was made of the first `written` tokens; entries of which nothing was made stay."""
+
+        def entries(name: str) -> tuple[Any, ...]:
+            held, mine = getattr(cache, name), made.get(name, ())
+            some = slice(0, len(mine))
+            letters = getattr(self.config, name)[some]
+            return caches.commit(letters, held[some], mine, cache.length, written) + held[len(mine) :]
+
+        stacks = {name: entries(name) for name in ("prelude", "core", "coda")}
+        return Cache(**stacks, length=cache.length + self.new)
+
+    def _once(
+        self, x: Hidden, name: str, layers: slice, cache: Cache, context: Context
+    ) -> tuple[Hidden, Context, tuple[Any, ...]]:
+        x, context, made = self._stack(x, name, layers, cache, context, -1)
+        return x, context, jax.tree.map(lambda leaf: leaf[None], made)
+
+    def _stack(
+        self,
+        x: Hidden,
+        name: str,
+        layers: slice,
+        cache: Cache,
+        context: Context,
+        i: Any,
+        carried: tuple[Any, ...] | None = None,
+    ) -> tuple[Hidden, Context, tuple[Any, ...]]:
+        letters, entries = getattr(self.config, name)[layers], getattr(cache, name)[layers]
+        past = (None,) * len(letters) if self.fresh else caches.read(entries, jnp.maximum(i, 0))
+        if carried is not None:
+            past = tuple(slot if mine is None else mine for slot, mine in zip(past, carried, strict=True))
+        told = _told(context, self.conditions, i)
+        return extend_stack(x, getattr(self.params, name)[layers], told, past, letters=letters, config=self.config)
+
+    def _loop(self, x: Hidden, cache: Cache, context: Context) -> tuple[Hidden, tuple[Any, ...], Context]:
+        """The core's rounds; with the state what they make in each slot, and the context below them."""
+        config, letters = self.config, self.config.core
+
+        def round_(i: Int32[Array, ""], u: Hidden, carried: tuple[Any, ...]) -> tuple[Hidden, Any, tuple[Any, ...]]:
+            u, _, made = self._stack(u, "core", slice(None), cache, context, i, carried)
+            carries = [LAYERS[letter].carry is not None for letter in letters]
+            kept = tuple(None if carry else one for carry, one in zip(carries, made, strict=True))
+            later = tuple(one if carry else None for carry, one in zip(carries, made, strict=True))
+            return u, kept, later
+
+        replays = config.moe is not None and config.moe.replay
+        carried = start_carry(letters, config, *self.tokens.shape) if replays else (None,) * len(letters)
+        state, made = run_cached_loop(
+            x,
+            self.depth,
+            self.params.loop,
+            caches.blank(cache.core, jax.eval_shape(round_, jnp.int32(0), x, carried)[1]),
+            core=round_,
+            config=config,
+            runtime=self.runtime,
+            noise=self.noise,
+            carried=carried,
+        )
+        if "G" in letters:  # the last slot has every token's last round
+            last = letters.rindex("G")
+            newest = partial(jax.tree.map, lambda leaf: leaf[-1])
+            context = share(context, newest(made[last]), None if self.fresh else newest(cache.core[last]))
+        return state, made, context
 
 
 def states(
@@ -259,7 +378,7 @@ def states(
     """The loop's states s_0 … s_max_loops, each example frozen after its own depth; arguments as for `apply`."""
     _check_depth(depth, config)
     params = cast(params, config, runtime)
-    entry, context, noise, _ = _encode(params, tokens, config, runtime, segment_ids, positions, key)
+    entry, context, noise, _ = _enter(params, tokens, config, runtime, segment_ids, positions, key)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
     return trajectory(
         entry,
@@ -308,7 +427,7 @@ def _told(context: Context, conditions: Conditions | None, i: int | Int32[Array,
     )
 
 
-def _encode(
+def _enter(
     params: Params,
     tokens: Tokens,
     config: ModelConfig,

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from elr_jax import flops, presets
 from elr_jax.cache import CacheMode, cache_bytes, init_cache
-from elr_jax.config import ModelConfig, from_dict, read_json
+from elr_jax.config import ModelConfig, decoder_of, from_dict, read_json
 from elr_jax.errors import ElrError, one_line_errors
 from elr_jax.parameters import param_specs
 from elr_jax.params import count_params
@@ -93,6 +93,8 @@ class Serving:
     """Loop counts of decoding; none: the model's largest."""
     prefill_loops: int | None = None
     """Loop count of prompts; None: that of decoding."""
+    skip_decoder: bool = False
+    """Let the decoder of a causal encoder-decoder read of a prompt only what the answer depends on."""
     context: int = 131_072
     """Tokens of a request."""
     batch: int = 1
@@ -169,7 +171,11 @@ def serving_cost(config: ModelConfig, settings: Serving, hardware: str, policy: 
     weights = flops.num_params(config) * width
     pool = settings.utilisation * device.memory - weights
     # a query meets half of the context on average while the prompt is read, all of it afterwards
-    reading = flops.forward_flops(config, seq_len=settings.context).at(prompt_loops) * settings.context
+    all_layers = decoded_tokens(config, settings, prompt_loops)
+    reading = flops.forward_flops(config, seq_len=settings.context).at(prompt_loops) * all_layers
+    if all_layers < settings.context:
+        encoder = flops.encoder_flops(config, seq_len=settings.context).at(prompt_loops)
+        reading += encoder * (settings.context - all_layers)
     step = flops.forward_flops(config, seq_len=2 * settings.context).at(loops) * settings.batch
     moved = weight_reads(config, loops, tokens=settings.batch) * width + settings.batch * cache_reads(
         config, settings, loops
@@ -190,6 +196,13 @@ def serving_cost(config: ModelConfig, settings: Serving, hardware: str, policy: 
         decode=decode,
         tokens_per_second=settings.batch / decode,
     )
+
+
+def decoded_tokens(config: ModelConfig, settings: Serving, loops: int) -> int:
+    """Tokens of a prompt that the decoder reads."""
+    if not settings.skip_decoder:
+        return settings.context
+    return min(decoder_of(config).replayed(config, loops=loops), settings.context)
 
 
 def pool_tokens(pool: float, token_bytes: float) -> float:

@@ -10,9 +10,10 @@ from cases import RULES, small_model
 from jax.extend.core import jaxprs_in_params
 
 from elr_jax import flops, loop, model, parameters, presets
-from elr_jax.cache import cache_bytes
+from elr_jax.cache import cache_bytes, init_cache
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
 from elr_jax.depth import Fixed, PerExample, RotatingSlice, Switch
+from elr_jax.errors import ElrError
 
 ROWS, LENGTH = 2, 160
 CASES = {name: small_model(rule, core="*-S", coda="S") for name, rule in RULES.items()}
@@ -215,11 +216,28 @@ def test_the_causal_encoder_decoder_is_what_was_published(stack, loops, millions
 
 
 def test_passes_of_the_causal_encoder_decoder():
-    """Blocks a token passes in eight rounds: 40, of which 34 before the boundary where the encoder is looped."""
-    encoder = presets.ced("encoder", loops=8)
-    assert flops.layer_passes(encoder, 8) / 2 == 40
-    assert (len(encoder.prelude) + 8 * len(encoder.core)) / 2 == 34
-    assert flops.layer_passes(presets.ced("decoder", loops=8), 8) / 2 == 40
+    """Blocks a token passes in eight rounds, and a prompt's that the decoder skips; the published numbers."""
+    loops = {"encoder": (40, 34), "decoder": (40, 6), "yoco": (40, 34)}
+    for stack, (decode, prompt) in loops.items():
+        config = presets.ced(stack, loops=8)
+        assert (flops.layer_passes(config, 8) / 2, flops.encoder_passes(config, 8) / 2) == (decode, prompt)
+    plain = presets.ced("encoder", loops=1)
+    assert flops.encoder_passes(plain, 1) == flops.layer_passes(plain, 1) / 2
+    with pytest.raises(ElrError, match="no decoder to skip"):
+        flops.encoder_passes(presets.ced("dense"), 8)
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder", "yoco"])
+def test_what_the_encoder_costs_is_what_its_program_multiplies(stack):
+    """XLA's count after it has left out what nothing reads: no layer of the decoder is among it."""
+    wide = presets.ced(stack, d_model=768, loops=1)
+    config = dataclasses.replace(wide, vocab_size=4096)
+    length = 512
+    shapes = parameters.abstract(config), jax.ShapeDtypeStruct((1, length), jnp.int32), jnp.array([1])
+    cache = jax.eval_shape(lambda: init_cache(config, 1, length))
+    run = jax.jit(partial(model.encode, config=config, fresh=True))
+    xla = run.lower(*shapes, cache).compile().cost_analysis()["flops"] / length
+    assert 0.96 * xla <= flops.encoder_flops(config, seq_len=length).at(1) <= 1.02 * xla
 
 
 def test_the_tiny_mixture():

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calls import run_calls
+from calls import extend, run_calls
 from cases import RULES, assert_close, perturb, small_model
 
 from elr_jax import model, parameters
-from elr_jax.cache import cache_bytes
-from elr_jax.config import Runtime
+from elr_jax.cache import cache_bytes, init_cache
+from elr_jax.config import DeltaProductConfig, Runtime
 from elr_jax.errors import ElrError
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -28,10 +28,11 @@ DEPTHS = [3, 1]
 SLOW = pytest.mark.slow
 
 
-def configure(name, **changes):
-    prelude, core, coda = STACKS[name]
+def configure(name, *, stacks=None, window=WINDOW):
+    prelude, core, coda = stacks or STACKS[name]
     rule = dataclasses.replace(RULES["elr"], max_loops=3)
-    return small_model(rule, prelude=prelude, core=core, coda=coda, **changes)
+    config = small_model(rule, prelude=prelude, core=core, coda=coda)
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, window=window))
 
 
 def weights_of(config):
@@ -161,6 +162,73 @@ def test_bounded_is_scan_in_value_and_gradient(name, remat):
         layer.mixer.shared for layer in bounded[1].prelude + bounded[1].core if getattr(layer.mixer, "shared", None)
     )
     assert shared.key.any() and shared.value.any()
+
+
+SKIPS = {
+    "boundary": STACKS["boundary"],
+    "encoder loop": STACKS["encoder loop"],
+    "encoder of one stack": ("S-", "G-R-", "R-R-"),
+    "decoder loop": STACKS["decoder loop"],
+}
+encode = jax.jit(model.encode, static_argnames=("config", "fresh"))
+
+
+@pytest.mark.parametrize("name", ["encoder loop", *(pytest.param(name, marks=SLOW) for name in SKIPS)])
+def test_a_decoder_may_skip_all_but_the_last_tokens_of_a_prompt(name):
+    """Prompts of two lengths at depths 3 and 1, steps after them; with fewer tokens the answer is another."""
+    config = configure(name, stacks=SKIPS[name], window=2)
+    params = weights_of(config)
+    replayed, steps = config.boundary.replayed(config, loops=3), 3
+    lengths = np.array([replayed + 4, replayed + 1])
+    tokens = jax.random.randint(KEY, (ROWS, lengths[0] + steps), 0, 13)
+    whole = forward(params, tokens, jnp.array(DEPTHS), config=config)
+
+    def answers(kept):
+        skipped, run = lengths - kept, partial(extend, params, config=config)
+        cache = init_cache(config, ROWS, tokens.shape[1], loops=3)
+        depth = jnp.array(DEPTHS)
+        # two calls for what is skipped, so that one of them is not fresh
+        cache = encode(params, tokens[:, :1], depth, cache, config=config, fresh=True)
+        rest = tokens[:, 1 : skipped.max()]
+        cache = encode(params, rest, depth, cache, new=jnp.array(skipped - 1), config=config)
+        tail = jnp.stack([tokens[row, skip : skip + kept] for row, skip in enumerate(skipped)])
+        logits, cache = run(tail, depth, cache, skipped=jnp.array(skipped), last_only=True)
+        found = [logits[:, 0]]
+        for step in range(steps):
+            logits, cache = run(tokens[np.arange(ROWS), lengths + step][:, None], depth, cache)
+            found.append(logits[:, 0])
+        return jnp.stack(found, axis=1)
+
+    expected = jnp.stack([whole[row, length - 1 : length + steps] for row, length in enumerate(lengths)])
+    assert_close(answers(replayed), expected, rtol=1e-4)
+    if replayed > 2:  # what comes through ten windows is lost in rounding, what comes through a few is not
+        near = answers(min(replayed - 1, 4))
+        assert np.isfinite(near).all() and float(jnp.abs(near - expected)[0].max()) > 1e-5
+
+
+def test_only_a_decoder_of_windows_may_be_skipped():
+    for stacks in (("*-", "*-", "*-"), ("S", "G", "*-"), ("G", "D", "R")):
+        sizes = {"delta": DeltaProductConfig(num_heads=1, num_key_heads=1, key_dim=4, value_dim=4)}
+        config = small_model(RULES["elr"], prelude=stacks[0], core=stacks[1], coda=stacks[2], **sizes)
+        assert config.boundary is None
+        cache = init_cache(config, ROWS, LENGTH)
+        with pytest.raises(ElrError, match="no decoder to skip"):
+            model.encode(weights_of(config), TOKENS, jnp.array([1, 1]), cache, config=config)
+
+
+def test_a_skipped_decoder_costs_nothing():
+    """The compiled program has no product of a decoder layer but the last G's global keys, values and window keys."""
+    config = configure("boundary", stacks=("S-", "S-", "G-R-R-R-"))
+    params = weights_of(config)
+    cache = init_cache(config, ROWS, LENGTH)
+    cost = lambda function: (
+        jax.jit(partial(function, config=config, fresh=True))
+        .lower(params, TOKENS, jnp.array([1, 1]), cache)
+        .compile()
+        .as_text()
+    )
+    products = [cost(function).count(" dot(") for function in (model.encode, model.extend)]
+    assert products[0] < products[1] / 2, products
 
 
 def test_a_cache_grows_by_global_keys_alone():

@@ -3,12 +3,12 @@
 completions = generate(params, [[5, 3], [7, 1, 4]], config=config, loops=[1, 4], max_new_tokens=16)
 
 On a CPU, `working_copy(params, config=config)` in the parameters' place decodes faster, for the memory of a copy.
-`start`, `prefill` and `decode_step` are the same as pure functions of a `DecodeState`, for an engine of one's own.
+`start`, `encode`, `prefill` and `decode_step` are pure functions of a `DecodeState`, for an engine of one's own.
 """
 
 from elr_jax.decode.generate import Completion, generate, working_copy
 from elr_jax.decode.sampling import Sampling, filter_logits, sample
-from elr_jax.decode.state import DecodeState, Requests, decode_step, prefill, start
+from elr_jax.decode.state import DecodeState, Requests, decode_step, encode, prefill, start
 
 __all__ = [
     "Completion",
@@ -16,6 +16,7 @@ __all__ = [
     "Requests",
     "Sampling",
     "decode_step",
+    "encode",
     "filter_logits",
     "generate",
     "prefill",

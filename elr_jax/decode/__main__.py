@@ -19,7 +19,7 @@ from rich.text import Text
 
 from elr_jax.cache import CacheMode
 from elr_jax.config import ModelConfig, Runtime
-from elr_jax.decode.generate import Completion, generate, working_copy
+from elr_jax.decode.generate import Completion, PrefillDecoder, generate, working_copy
 from elr_jax.decode.sampling import GREEDY, Sampling
 from elr_jax.decode.text import TextCodec, checkpoint_codec, run_codec
 from elr_jax.errors import ElrError, one_line_errors
@@ -43,6 +43,8 @@ class Command:
     cache_mode: CacheMode = "per_loop"
     prefill_chunk: int | None = None
     """Longest piece of a prompt read at once."""
+    prefill_decoder: PrefillDecoder = "all"
+    """Of a causal encoder-decoder, the last tokens of a prompt that the decoder reads: all, exact, window."""
     max_loops: int | None = None
     """Allow more loops than the checkpoint's config does."""
     allow_longer: bool = False
@@ -135,6 +137,7 @@ def _timed(
         stop_tokens=text.stop if text else (),
         cache_mode=command.cache_mode,
         prefill_chunk=command.prefill_chunk,
+        prefill_decoder=command.prefill_decoder,
         allow_longer=command.allow_longer,
         on_token=lambda request, token: times.append(time.perf_counter()),
     )

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from elr_jax import parameters
 from elr_jax.cache import CacheMode
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import ModelConfig, Runtime, decoder_of
 from elr_jax.decode import state as core
 from elr_jax.decode.prompts import Batch, Prompts, pack_prompts, pack_requests, round_up
 from elr_jax.decode.sampling import GREEDY, Sampling
@@ -22,6 +22,7 @@ from elr_jax.parameters import Params
 from elr_jax.typing import Array, Bool, Int
 
 Report = tuple[Int[Array, "B"], Bool[Array, "B"]]
+PrefillDecoder = Literal["all", "exact", "window"]
 
 
 class Completion(NamedTuple):
@@ -46,6 +47,7 @@ def generate(
     positions: Any = None,
     cache_mode: CacheMode = "per_loop",
     prefill_chunk: int | None = None,
+    prefill_decoder: PrefillDecoder = "all",
     allow_longer: bool = False,
     on_token: Callable[[int, int], None] | None = None,
     progress: bool | None = None,
@@ -67,13 +69,16 @@ def generate(
         positions: in the form of the prompts; they count from each row's first real token by default.
         cache_mode: keys and values of every loop, or of the last loop alone (see `elr_jax.cache`).
         prefill_chunk: longest piece of a prompt read at once (None: all); changes results under `last_loop` alone.
+        prefill_decoder: tokens of a prompt that the decoder of a causal encoder-decoder reads: all; the last ones that
+            its windows reach back from the answer, which makes no difference (`exact`; under `last_loop` the prompt's
+            two parts are calls of their own); or the last window alone, an approximation (`window`).
         allow_longer: go beyond `config.max_positions`.
         on_token: called as `on_token(request, token)` for every token as it comes.
         progress: show a progress bar (None: on a terminal).
 
     Raises:
-        ElrError: an empty prompt, an unknown token, a depth outside 1…max_loops, a context longer than the model's, or
-            values for another number of requests.
+        ElrError: an empty prompt, an unknown token, a depth outside 1…max_loops, a context longer than the model's,
+            values for another number of requests, or a decoder to skip where there is none.
     """
     batch = pack_prompts(prompts, vocab_size=config.vocab_size, attention_mask=attention_mask, positions=positions)
     requests = pack_requests(
@@ -100,7 +105,8 @@ def generate(
     settings = {"config": config, "runtime": runtime, "greedy": not np.any(requests.temperature > 0)}
     if not isinstance(params, parameters.WorkingCopy):
         params = _cast(params, config=config, runtime=runtime)
-    reports = _reports(params, state, batch, requests, prefill_chunk, settings)
+    kept = replayed_tokens(config, prefill_decoder, loops=int(requests.prefill_loops.max()))
+    reports = _reports(params, state, list(_pieces(batch, kept, prefill_chunk)), requests, settings)
     with _progress_bar(int(requests.limit.sum()), shown=progress) as advance:
         return _collect(reports, requests, on_token, advance)
 
@@ -135,24 +141,48 @@ def _reported(function: Callable[..., DecodeState]) -> Callable[..., tuple[Decod
 
 _STATIC = ("config", "runtime", "greedy")
 _prefill = jax.jit(_reported(core.prefill), static_argnames=(*_STATIC, "fresh"), donate_argnums=1)
+_encode = jax.jit(core.encode, static_argnames=("config", "runtime", "fresh"), donate_argnums=1)
 _decode_step = jax.jit(_reported(core.decode_step), static_argnames=_STATIC, donate_argnums=1)
+
+
+class Piece(NamedTuple):
+    """Some tokens of the prompts, `new` of each row; after `skipped` ones for the encoder alone, or of those (None)."""
+
+    tokens: Int[np.ndarray, "B T"]
+    positions: Int[np.ndarray, "B T"]
+    new: Int[np.ndarray, "B"]
+    skipped: Int[np.ndarray, "B"] | None
+
+
+def replayed_tokens(config: ModelConfig, prefill_decoder: PrefillDecoder, *, loops: int) -> int | None:
+    """How many of a prompt's last tokens the decoder reads; None: all of them."""
+    if prefill_decoder == "all":
+        return None
+    if prefill_decoder not in ("exact", "window"):
+        raise ElrError(f"prefill_decoder={prefill_decoder!r} is unknown: choose all, exact or window")
+    exact = decoder_of(config).replayed(config, loops=loops)
+    return exact if prefill_decoder == "exact" else min(exact, config.attention.window)
 
 
 def _reports(
     params: Params | parameters.WorkingCopy,
     state: DecodeState,
-    batch: Batch,
+    pieces: list[Piece],
     requests: Requests,
-    prefill_chunk: int | None,
     settings: dict[str, Any],
 ) -> Iterator[Report]:
     """The newest tokens after the prompts and after every step; the next step is on its way when one is handed out."""
     steps = int(requests.limit.max()) - 1
     requests = jax.device_put(requests)
     report: Any = None
-    for number, (tokens, positions, new) in enumerate(_chunks(batch, prefill_chunk)):
-        fresh = number == 0
-        state, report = _prefill(params, state, tokens, new, requests, positions=positions, fresh=fresh, **settings)
+    for number, piece in enumerate(pieces):
+        read = {"positions": piece.positions, "fresh": number == 0}
+        if piece.skipped is None:
+            told = {name: settings[name] for name in ("config", "runtime")}
+            state = _encode(params, state, piece.tokens, piece.new, requests, **read, **told)
+            continue
+        skipped = piece.skipped if piece.skipped.any() else None
+        state, report = _prefill(params, state, piece.tokens, piece.new, requests, skipped=skipped, **read, **settings)
     for _ in range(steps):
         state, ahead = _decode_step(params, state, requests, **settings)
         yield report
@@ -160,14 +190,32 @@ def _reports(
     yield report
 
 
-def _chunks(batch: Batch, longest: int | None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Tokens, positions and lengths of each piece of the prompts, all pieces of one width."""
-    length = batch.tokens.shape[1]
+def _pieces(batch: Batch, kept: int | None, longest: int | None) -> Iterator[Piece]:
+    """The prompts in the order they are read: what is left to the encoder, then what all layers read."""
+    skipped = np.zeros_like(batch.lengths) if kept is None else np.maximum(batch.lengths - kept, 0)
+    if skipped.any():
+        for piece in _chunks(batch.tokens, batch.positions, skipped, longest):
+            yield Piece(*piece, skipped=None)
+    left = batch.lengths - skipped
+    at = np.minimum(skipped[:, None] + np.arange(left.max()), batch.tokens.shape[1] - 1)
+    tokens, positions = (np.take_along_axis(x, at, axis=1) for x in (batch.tokens, batch.positions))
+    for piece in _chunks(tokens, positions, left, longest):
+        yield Piece(*piece, skipped=skipped)
+
+
+def _chunks(
+    tokens: Int[np.ndarray, "B T"],
+    positions: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, "B"],
+    longest: int | None,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Tokens, positions and lengths of each piece of some rows, all pieces of one width."""
+    length = int(lengths.max())
     width = round_up(length) if longest is None else min(longest, round_up(length))
-    tokens, positions = (np.pad(x, ((0, 0), (0, -length % width))) for x in (batch.tokens, batch.positions))
+    tokens, positions = (np.pad(x[:, :length], ((0, 0), (0, -length % width))) for x in (tokens, positions))
     for first in range(0, length, width):
         piece = slice(first, first + width)
-        yield tokens[:, piece], positions[:, piece], np.clip(batch.lengths - first, 0, width)
+        yield tokens[:, piece], positions[:, piece], np.clip(lengths - first, 0, width)
 
 
 def _collect(

@@ -81,36 +81,67 @@ def prefill(
     positions: Positions | None = None,
     fresh: bool = False,
     greedy: bool = False,
+    skipped: Int[Array, "B"] | None = None,
 ) -> DecodeState:
     """Read the first `new` [B] tokens of each row, a prompt or its next chunk, and draw the token after them.
 
     `positions` go on from the state's by default. A token drawn before the prompt's last chunk is replaced by the next
-    chunk's. `fresh` and `greedy` promise an empty cache and that all temperatures are 0.
+    chunk's. `fresh` and `greedy` promise an empty cache and that all temperatures are 0. `skipped` [B] are the tokens
+    that `encode` has read (None: none).
     """
+    rows, call = _of_prompt(state, tokens, new, requests, positions)
+    logits, cache = model.extend(
+        params,
+        cache=state.cache,
+        fresh=fresh,
+        last_only=True,
+        skipped=skipped,
+        config=config,
+        runtime=runtime,
+        **call,
+    )
+    return _add_token(_moved(state, cache, rows, call), rows, logits[:, 0], requests, greedy=greedy)
+
+
+def encode(
+    params: Params | parameters.WorkingCopy,
+    state: DecodeState,
+    tokens: Tokens,
+    new: Int[Array, "B"],
+    requests: Requests,
+    *,
+    config: ModelConfig,
+    runtime: Runtime = Runtime(),
+    positions: Positions | None = None,
+    fresh: bool = False,
+) -> DecodeState:
+    """Read the first `new` [B] tokens of each row, a prompt's beginning, by the encoder alone; see `model.encode`."""
+    rows, call = _of_prompt(state, tokens, new, requests, positions)
+    cache = model.encode(params, cache=state.cache, fresh=fresh, config=config, runtime=runtime, **call)
+    return _moved(state, cache, rows, call)
+
+
+def _of_prompt(
+    state: DecodeState, tokens: Tokens, new: Int[Array, "B"], requests: Requests, positions: Positions | None
+) -> tuple[Bool[Array, "B"], dict[str, Any]]:
+    """The rows that read something, and what the model is told of it."""
     rows = new > 0
     if positions is None:
         positions = state.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, cache = model.extend(
-        params,
-        tokens,
-        jnp.where(rows, requests.prefill_loops, 0),
-        state.cache,
-        new=new,
-        positions=positions,
-        key=_keys(requests, 0),
-        fresh=fresh,
-        last_only=True,
-        config=config,
-        runtime=runtime,
-    )
-    last = jnp.take_along_axis(positions, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
-    state = replace(
+    depth = jnp.where(rows, requests.prefill_loops, 0)
+    call = {"tokens": tokens, "depth": depth, "new": new, "positions": positions, "key": _keys(requests, 0)}
+    return rows, call
+
+
+def _moved(state: DecodeState, cache: Cache, rows: Bool[Array, "B"], call: dict[str, Any]) -> DecodeState:
+    """The state after a piece of a prompt, before a token is drawn."""
+    last = jnp.take_along_axis(call["positions"], jnp.maximum(call["new"] - 1, 0)[:, None], axis=1)[:, 0]
+    return replace(
         state,
         cache=cache,
         position=jnp.where(rows, last + 1, state.position),
         count=jnp.where(rows, 0, state.count),
     )
-    return _add_token(state, rows, logits[:, 0], requests, greedy=greedy)
 
 
 def decode_step(

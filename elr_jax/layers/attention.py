@@ -132,6 +132,8 @@ class Context:
     """Global keys and values of these tokens, made by the nearest `G` so far; None before one."""
     shared_past: KV | None = None
     """The same of the tokens before this call; None without a cache or without such tokens."""
+    first: Int[Array, "B"] | None = None
+    """The first token of each row that windows have seen, where those before it were skipped; None: from 0."""
     round: Int32[Array, ""] | None = None
     """Which round of the core this is, from 0; None outside of it."""
     kernels: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -247,7 +249,8 @@ def _see(
     if more is not None and beyond_past is not None:
         more = *more, beyond_past.key, beyond_past.value
     cached = past.key, past.value, context.length
-    return cached_attention(q, k, v, *cached, window=window, global_keys=more, implementation=form)
+    first = None if window is None else context.first
+    return cached_attention(q, k, v, *cached, window=window, global_keys=more, first=first, implementation=form)
 
 
 def _turned(x: Array, context: Context, config: ModelConfig, letter: str) -> Array:

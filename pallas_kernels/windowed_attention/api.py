@@ -61,6 +61,7 @@ def cached_attention(
     *,
     window: int | None,
     global_keys: GlobalKeys | None = None,
+    first: Int[Array, "B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Queries:
     """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves.
@@ -68,7 +69,8 @@ def cached_attention(
     Row b has `length[b]` tokens before the new ones; of these the cache holds the last S, token p in slot p mod S,
     whether it is a ring of a window or has room for all. A query sees the last `window` keys (None: all), its own
     included. `global_keys` are a second key and value of the new tokens and a second cache: one softmax over both, in
-    which a token inside the window counts with its window key alone. No kernel has them.
+    which a token inside the window counts with its window key alone. Of tokens before the `first` [B] of a row (None:
+    0) there are no window keys, whatever the cache holds; they count with their global ones. No kernel has either.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
@@ -78,9 +80,11 @@ def cached_attention(
     refusal = partial(_refusal, q, k, v)
     if global_keys is not None:
         refusal = lambda name: "no kernel has global keys beside a cache"
+    elif first is not None:
+        refusal = lambda name: "no kernel leaves out a cache's tokens before a first one"
     choice = choose("cached_attention", implementation, best=BEST, refusal=refusal)
     operands = (q, k, v, past_key, past_value, length)
-    plain = partial(xla.cached_attention, window=window, global_keys=global_keys)
+    plain = partial(xla.cached_attention, window=window, global_keys=global_keys, first=first)
     if choice.implementation == "xla":
         return plain(*operands)
 

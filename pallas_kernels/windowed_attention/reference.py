@@ -39,12 +39,15 @@ def cached_attention(
     *,
     window: int | None,
     global_keys: GlobalKeys | None = None,
+    first: Int[Array, "B"] | None = None,
 ) -> Queries:
     """What `api.cached_attention` computes, slot by slot."""
     reach = window or int(1e9)
-    sets = _slots_and_new(k, v, past_key, past_value, length, lambda behind: behind < reach)
+    start = jnp.zeros_like(length) if first is None else first
+    inside = lambda behind, token: (behind < reach) & (token >= start[:, None, None])
+    sets = _slots_and_new(k, v, past_key, past_value, length, inside)
     if global_keys is not None:
-        sets += _slots_and_new(*global_keys, length, lambda behind: behind >= reach)
+        sets += _slots_and_new(*global_keys, length, lambda behind, token: ~inside(behind, token))
     return _softmax_over(q, sets)
 
 
@@ -54,7 +57,7 @@ def _slots_and_new(
     past_key: Float[Array, "B K S H"],
     past_value: Float[Array, "B K S H"],
     length: Int[Array, "B"],
-    reached: Callable[[Array], Array],
+    reached: Callable[[Array, Array], Array],
 ) -> list[tuple[Keys, Keys, Bool[Array, "B T S"]]]:
     """Cached keys and new ones, each with who sees them."""
     size, new = past_key.shape[2], k.shape[1]
@@ -64,9 +67,9 @@ def _slots_and_new(
         position = length - back
         here = jnp.arange(size) == (position % size)[:, None]
         token = jnp.where(here & (position >= 0)[:, None], position[:, None], token)
-    past = (token[:, None, :] >= 0) & reached(query[:, :, None] - token[:, None, :])
-    behind = jnp.arange(new)[:, None] - jnp.arange(new)
-    among = jnp.broadcast_to((behind >= 0) & reached(behind), (k.shape[0], new, new))
+    past = (token[:, None, :] >= 0) & reached(query[:, :, None] - token[:, None, :], token[:, None, :])
+    behind = query[:, :, None] - query[:, None, :]
+    among = (behind >= 0) & reached(behind, query[:, None, :])
     old = (jnp.swapaxes(past_key, 1, 2), jnp.swapaxes(past_value, 1, 2))
     return [(*old, past), (k, v, among)]
 

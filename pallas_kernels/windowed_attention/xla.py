@@ -54,6 +54,7 @@ def cached_attention(
     *,
     window: int | None,
     global_keys: GlobalKeys | None = None,
+    first: Int[Array, "B"] | None = None,
 ) -> Queries:
     """Attention of new tokens q [B,T,N,H] over cached keys and the new ones k, v [B,T,K,H], causal among themselves."""
     batch, new, heads, width = q.shape
@@ -62,15 +63,18 @@ def cached_attention(
     q = jnp.transpose(q.reshape(batch, new, groups, share, width), (0, 2, 3, 1, 4)).reshape(batch, groups, -1, width)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     here = length[:, None] + jnp.arange(new)
+    near = Band(0, window)
     keys, values, visible = [], [], []
-    for band, made, past in (
-        (Band(0, window), (k, v), (past_key, past_value)),
-        *(((Band(window or 0, None), global_keys[:2], global_keys[2:]),) if global_keys is not None else ()),
-    ):
+    sets = [(True, (k, v), (past_key, past_value))]
+    if global_keys is not None:
+        sets.append((False, global_keys[:2], global_keys[2:]))
+    for inside, made, past in sets:
         keys += [past[0], jnp.swapaxes(made[0], 1, 2)]
         values += [past[1], jnp.swapaxes(made[1], 1, 2)]
         for token in (held_positions(length, past[0].shape[2]), here):
-            visible.append((token[:, None] >= 0) & band.holds(here[:, :, None] - token[:, None]))
+            behind = here[:, :, None] - token[:, None]
+            held = near.holds(behind) if first is None else near.holds(behind) & (token >= first[:, None])[:, None]
+            visible.append((token[:, None] >= 0) & (behind >= 0) & (held if inside else ~held))
     scores = [jnp.einsum("bkth,bksh->bkts", q, x, preferred_element_type=wide) for x in keys]
     scores = jnp.concatenate(scores, axis=-1).reshape(batch, groups, share, new, -1) * width**-0.5
     weights = jax.nn.softmax(jnp.where(jnp.concatenate(visible, axis=-1)[:, None, None], scores, MASKED), axis=-1)

@@ -13,6 +13,7 @@ from elr_jax import parameters
 from elr_jax.config import Runtime
 from elr_jax.decode import Sampling, decode_step, generate, prefill, start, working_copy
 from elr_jax.decode import prompts as asked
+from elr_jax.decode.generate import replayed_tokens
 from elr_jax.errors import ElrError
 
 ROWS, WIDTH, CAPACITY = 8, 12, 24
@@ -118,6 +119,27 @@ def test_every_model_and_cache_mode_decodes_mixed_batches(config, mode):
     params = params_of(config)
     found = generate(params, PROMPTS, config=config, cache_mode=mode, **REQUESTS)
     assert [row.tokens for row in found] == each_alone(params, config, mode)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_skipped_decoder_generates_the_same(chunk):
+    """Exactly, where the decoder reads as far as its windows reach; prompts shorter than that are read whole."""
+    rule = dataclasses.replace(RULES["parcae"], max_loops=4)
+    config = small_model(rule, prelude="S-", core="G-R-", coda="R-G-R")
+    params = params_of(config)
+    run = partial(generate, params, PROMPTS, config=config, **REQUESTS)
+    whole = run()
+    assert run(prefill_decoder="exact", prefill_chunk=chunk) == whole
+    assert replayed_tokens(config, "exact", loops=4) == config.attention.window < max(LENGTHS)
+    deeper = dataclasses.replace(config, coda="R-G-R-R")
+    assert replayed_tokens(deeper, "exact", loops=4) == 2 * config.attention.window - 1
+    assert replayed_tokens(deeper, "window", loops=4) == config.attention.window
+    near = generate(params_of(deeper), PROMPTS, config=deeper, prefill_decoder="window", **REQUESTS)
+    assert [len(row.tokens) for row in near] == LIMITS
+    with pytest.raises(ElrError, match="no decoder to skip"):
+        mixed(PROMPTS, prefill_decoder="exact")
+    with pytest.raises(ElrError, match="prefill_decoder='most' is unknown"):
+        mixed(PROMPTS, prefill_decoder="most")
 
 
 def compiled():

@@ -132,6 +132,25 @@ def test_global_keys_beside_a_cache_are_one_softmax(new, before):
         cached_attention(*arguments, window=5, global_keys=shared, implementation="pallas_tpu")
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_tokens_before_the_first_are_seen_by_global_keys_alone(joint):
+    operands = [normal(j, 3, 4, groups, 8) for j, groups in enumerate((4, 2, 2))]
+    ring = [normal(j, 3, 2, 5, 8) for j in (3, 4)]
+    shared = *(normal(j, 3, 4, 2, 8) for j in (5, 6)), *(normal(j, 3, 2, 44, 8) for j in (7, 8))
+    arguments = (*operands, *ring, jnp.array([0, 12, 30]))
+    options = {"window": 5, "global_keys": shared if joint else None}
+    found, expected = (
+        function(*arguments, **options, first=jnp.array([0, 12, 28]))
+        for function in (cached_attention, reference.cached_attention)
+    )
+    assert_near([found], [expected], "float32")
+    whole = cached_attention(*arguments, **options)
+    np.testing.assert_array_equal(found[0], whole[0])
+    assert (found[1, 0] != whole[1, 0]).any() and (found[2, 0] != whole[2, 0]).any()
+    with pytest.raises(ElrError, match="no kernel"):
+        cached_attention(*arguments, **options, first=jnp.zeros(3, jnp.int32), implementation="pallas_tpu")
+
+
 @pytest.mark.parametrize("kernels", ["pallas_tpu", "pallas_gpu"])
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes, dtype", CACHES[:2])
