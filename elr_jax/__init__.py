@@ -7,7 +7,7 @@ params = elr.init(jax.random.key(0), config)
 logits = elr.apply(params, tokens, depth, config=config)  # depth: int32 [B]
 """
 
-from elr_jax import depth, flops, presets
+from elr_jax import depth, flops, presets, sharding
 from elr_jax.cache import Cache, cache_bytes, init_cache
 from elr_jax.config import (
     AttentionConfig,
@@ -59,6 +59,7 @@ __all__ = [
     "param_specs",
     "presets",
     "routing",
+    "sharding",
     "states",
     "sum_by_depth",
     "to_dict",

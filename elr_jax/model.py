@@ -23,6 +23,7 @@ from elr_jax.loop import initial_noise, run_cached_loop, run_loop, trajectory
 from elr_jax.losses import TokenScores, linear_cross_entropy
 from elr_jax.parameters import Params, WorkingCopy, cast
 from elr_jax.residual import SubLayer, apply_stack, extend_stack, share
+from elr_jax.sharding import constrain
 from elr_jax.typing import (
     Array,
     Conditions,
@@ -451,7 +452,7 @@ def _enter(
 
 
 def _embed(params: Params, tokens: Tokens, config: ModelConfig, runtime: Runtime) -> Hidden:
-    x = params.embedding[tokens].astype(runtime.dtype)
+    x = constrain(params.embedding[tokens].astype(runtime.dtype), "batch", "sequence", None)
     return unit_norm(x, eps=config.norm_eps) if config.sphere and config.sphere.embedding_norm else x
 
 

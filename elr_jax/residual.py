@@ -13,6 +13,7 @@ from elr_jax.layers import LAYERS, Context
 from elr_jax.layers.attention import KV, GlobalKV
 from elr_jax.layers.norms import rms_norm
 from elr_jax.params import vector
+from elr_jax.sharding import constrain
 from elr_jax.typing import Array, Float, Hidden, widen
 from pallas_kernels.sphere_step import sphere_step
 
@@ -57,6 +58,7 @@ def sub_layer(
         inner = x if params.norm is None else rms_norm(x, params.norm, eps=config.norm_eps)
         inner = enter_layer(inner, params.condition, context.condition)
         out, made = LAYERS[letter].apply(inner, params.mixer, context, config, past=past)
+        out = constrain(out, "batch", "sequence", None)
         if params.rate is None or config.sphere is None:
             return x + leave_layer(out, params.condition, context.condition), made
         rate = widen(params.rate) * (config.sphere.rate_init / config.sphere.init_std)

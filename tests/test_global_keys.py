@@ -44,20 +44,30 @@ def forward(params, tokens, depth, *, config, runtime=Runtime()):
     return model.apply(params, tokens, depth, config=config, runtime=runtime)
 
 
-def reference(params, tokens, depth, config):
-    """One row, unrolled, with a mask for each layer: keys of the window, and global keys for what lies before it."""
-    sizes = config.attention
-    length = len(tokens)
-    behind = np.arange(length)[:, None] - np.arange(length)
-    near, far = (behind >= 0) & (behind < WINDOW), behind >= WINDOW
-    position = np.arange(length)
+def reference(params, tokens, calls, config, slots=1):
+    """One row read in calls of (tokens, depth), unrolled, with lists of keys for each layer and slot.
+
+    A mask for each layer: keys of the window, and global keys for what lies before it. In round i the new tokens see
+    slot i of the past, or the last there is, and their own round's keys. After a call slot i holds round i or the last
+    one that was run, and the last slot holds the last: of that are the core's global keys that the coda reads.
+    """
+    sizes, window = config.attention, config.attention.window
+    empty = np.zeros((0, sizes.num_kv_heads, sizes.head_dim))
+    counts = {"prelude": 1, "core": slots, "coda": 1}
+    held = {
+        (name, j, kind): [(empty, empty)] * count
+        for name, count in counts.items()
+        for j in range(len(getattr(config, name)))
+        for kind in ("window", "global")
+    }
+    start, logits = 0, []
 
     def rms(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(scale)
 
     def turn(x):
         half = x.shape[-1] // 2
-        angle = position[:, None] * sizes.rope_base ** (-np.arange(half) / half)
+        angle = (start + np.arange(len(x)))[:, None] * sizes.rope_base ** (-np.arange(half) / half)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         one, two = x[..., :half], x[..., half:]
         return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
@@ -65,12 +75,21 @@ def reference(params, tokens, depth, config):
     def heads(x, weight):
         return np.einsum("td,dnh->tnh", x, np.asarray(weight))
 
-    def attend(x, p, letter, shared):
-        q, k, v = turn(heads(x, p.query)), turn(heads(x, p.key)), heads(x, p.value)
+    def joined(past, own):
+        return tuple(np.concatenate(pair) for pair in zip(past, own, strict=True))
+
+    def attend(x, p, letter, place, slot, shared, made):
+        q = turn(heads(x, p.query))
+        own = {"window": (turn(heads(x, p.key)), heads(x, p.value))}
         if letter == "G":
-            shared = turn(heads(x, p.shared.key)), heads(x, p.shared.value)
-        sets = [(k, v, near)] + ([(*shared, far)] if letter in "GR" else [])
-        repeat = q.shape[1] // k.shape[1]
+            own["global"] = turn(heads(x, p.shared.key)), heads(x, p.shared.value)
+            shared = joined(held[*place, "global"][slot], own["global"])
+        for kind, keys in own.items():
+            made.setdefault((*place, kind), []).append(keys)
+        behind = (start + np.arange(len(x)))[:, None] - np.arange(start + len(x))
+        sets = [(*joined(held[*place, "window"][slot], own["window"]), (behind >= 0) & (behind < window))]
+        sets += [(*shared, behind >= window)] if letter in "GR" else []
+        repeat = q.shape[1] // sizes.num_kv_heads
         scores, values = [], []
         for keys, vals, mask in sets:
             s = np.einsum("tnh,snh->nts", q, np.repeat(keys, repeat, 1)) / sizes.head_dim**0.5
@@ -85,24 +104,35 @@ def reference(params, tokens, depth, config):
         gate, up = x @ np.asarray(p.gate), x @ np.asarray(p.up)
         return (gate / (1 + np.exp(-gate)) * up) @ np.asarray(p.down)
 
-    def stack(x, layers, letters, shared):
-        for letter, layer in zip(letters, layers, strict=True):
+    def stack(x, name, slot, shared, made):
+        for j, (letter, layer) in enumerate(zip(getattr(config, name), getattr(params, name), strict=True)):
             inner = rms(x, layer.norm)
             if letter == "-":
                 x = x + mlp(inner, layer.mixer)
             else:
-                out, shared = attend(inner, layer.mixer, letter, shared)
+                out, shared = attend(inner, layer.mixer, letter, (name, j), slot, shared, made)
                 x = x + out
         return x, shared
 
-    x, shared = stack(np.asarray(params.embedding)[tokens], params.prelude, config.prelude, None)
-    gate = params.loop.update
-    for _ in range(depth):
-        proposal, shared = stack(x, params.core, config.core, shared)
-        logits = rms(x, 1.0) @ np.asarray(gate.weight) + np.asarray(gate.bias)
-        x = x + np.log1p(np.exp(np.asarray(gate.gain))) / (1 + np.exp(-logits)) * (proposal - x)
-    x, _ = stack(x, params.coda, config.coda, shared)
-    return rms(x, params.norm) @ np.asarray(params.head)
+    for count, depth in calls:
+        made = {}
+        x, shared = stack(np.asarray(params.embedding)[tokens[start : start + count]], "prelude", 0, None, made)
+        gate = params.loop.update
+        for i in range(depth):
+            proposal, _ = stack(x, "core", min(i, slots - 1), shared, made)
+            pull = rms(x, 1.0) @ np.asarray(gate.weight) + np.asarray(gate.bias)
+            x = x + np.log1p(np.exp(np.asarray(gate.gain))) / (1 + np.exp(-pull)) * (proposal - x)
+        if "G" in config.core:
+            last = ("core", config.core.rindex("G"), "global")
+            shared = joined(held[last][-1], made[last][depth - 1])
+        x, _ = stack(x, "coda", 0, shared, made)
+        for place, rounds in made.items():
+            past, end = held[place], len(rounds) - 1
+            of = lambda slot, past=past, end=end: end if slot == len(past) - 1 else min(slot, end)
+            held[place] = [joined(old, rounds[of(slot)]) for slot, old in enumerate(past)]
+        logits.append(rms(x, params.norm) @ np.asarray(params.head))
+        start += count
+    return np.concatenate(logits)
 
 
 @pytest.mark.parametrize("name", ["encoder loop", "decoder loop", pytest.param("boundary", marks=SLOW)])
@@ -112,7 +142,7 @@ def test_a_pass_is_the_reference_row_by_row(name):
     params = weights_of(config)
     logits = forward(params, TOKENS, jnp.array(DEPTHS), config=config)
     for row, depth in enumerate(DEPTHS):
-        expected = reference(params, np.asarray(TOKENS[row]), depth, config)
+        expected = reference(params, np.asarray(TOKENS[row]), [(LENGTH, depth)], config)
         np.testing.assert_allclose(logits[row], expected, atol=2e-4 * np.abs(expected).max())
 
 
@@ -131,6 +161,25 @@ def test_calls_are_one_pass(name, cut):
     logits, _ = run_calls(params, np.asarray(TOKENS), calls, config=config, width=max(cut))
     whole = forward(params, TOKENS, jnp.array(DEPTHS), config=config)
     assert_close(jnp.stack(logits), whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["last_loop", "per_loop"])
+@pytest.mark.parametrize("name", ["encoder loop", pytest.param("decoder loop", marks=SLOW)])
+def test_calls_at_other_depths_are_their_history_spelled_out(name, mode):
+    """Chunks and single tokens, each call and row at a depth of its own; in both modes, which then differ."""
+    config = configure(name)
+    params = weights_of(config)
+    counts, depths = [3, 1, 4, 1], ([3, 1], [1, 2], [2, 3], [3, 1])
+    calls = [([count] * ROWS, depth) for count, depth in zip(counts, depths, strict=True)]
+    logits, _ = run_calls(params, np.asarray(TOKENS), calls, mode, config=config, width=4)
+    for row in range(ROWS):
+        own = [(count, depth[row]) for count, depth in zip(counts, depths, strict=True)]
+        expected, other = (
+            reference(params, np.asarray(TOKENS[row]), own, config, slots=slots)
+            for slots in ((1, 3) if mode == "last_loop" else (3, 1))
+        )
+        np.testing.assert_allclose(logits[row], expected, atol=2e-4 * np.abs(expected).max())
+        assert np.abs(expected - other).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["encoder loop", *(pytest.param(name, marks=SLOW) for name in STACKS)])

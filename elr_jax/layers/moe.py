@@ -17,12 +17,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from elr_jax.config import MLPConfig, ModelConfig, MoEConfig
 from elr_jax.layers.attention import Context
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.mlp import MLP, activation, mlp, mlp_specs
 from elr_jax.params import matrix, vector
+from elr_jax.sharding import EXPERT_AXIS, cut_by
 from elr_jax.typing import Array, Float, Hidden, Int32, widen
 
 Experts = Int32[Array, "B T k"]
@@ -78,8 +80,8 @@ def moe_specs(config: ModelConfig, output_gain: float) -> MoE:
         dense = dataclasses.replace(config, mlp=MLPConfig(d_ff=sizes.d_shared, kind=sizes.kind))
         shared = mlp_specs(dense, output_gain)
     return MoE(
-        router=matrix((d, e), ("embed", "expert"), group="embedding", wide=True),
-        bias=vector((e,), ("expert",), 0.0, group="balance"),
+        router=matrix((d, e), ("embed", None), group="embedding", wide=True),
+        bias=vector((e,), (None,), 0.0, group="balance"),
         gate=wide if sizes.kind == "swiglu" else None,
         up=wide,
         down=matrix((e, f, d), ("expert", "mlp", "embed"), stack=1, gain=output_gain),
@@ -146,16 +148,50 @@ def weigh(scores: Float[Array, "B T E"], experts: Experts, sizes: MoEConfig) -> 
 
 
 def run_experts(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], params: MoE) -> Hidden:
-    """Σ over a token's experts of weight ⊙ expert(x), every expert run once on all its tokens."""
-    top_k = experts.shape[-1]
-    flat = experts.reshape(-1)
+    """Σ over a token's experts of weight ⊙ expert(x), every expert run once on all its tokens.
+
+    On a mesh with an axis of experts each device runs its own on the tokens of all devices along it, and the sums are
+    joined: tokens are gathered and reduced, weights stay where they are.
+    """
+    matrices = (params.gate, params.up, params.down)
+    parts = cut_by(EXPERT_AXIS)
+    if parts == 1:
+        return _sum_of(x, experts, weights, matrices, first=0, count=params.up.shape[0])
+
+    def mine(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], *matrices: Array | None) -> Hidden:
+        # by hand: what JAX (0.10 to 0.12) inserts for x loses the sum of its gradients over the devices
+        x, weights = (jax.lax.pcast(y, (EXPERT_AXIS,), to="varying") for y in (x, weights))
+        first = jax.lax.axis_index(EXPERT_AXIS) * (params.up.shape[0] // parts)
+        found = _sum_of(x, experts, weights, matrices, first=first, count=params.up.shape[0])
+        return jax.lax.psum(found, EXPERT_AXIS)
+
+    whole, cut = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
+    specs = (whole, whole, whole, *(None if one is None else cut for one in matrices))
+    run = jax.shard_map(mine, in_specs=specs, out_specs=whole, axis_names={EXPERT_AXIS})
+    return run(x, experts, weights, *matrices)
+
+
+def _sum_of(
+    x: Hidden,
+    experts: Experts,
+    weights: Float[Array, "B T k"],
+    matrices: tuple[Array | None, ...],
+    *,
+    first: int | Int32[Array, ""],
+    count: int,
+) -> Hidden:
+    """What the experts from `first` on, of `count` in all, add to each token; `matrices` are theirs: gate, up, down."""
+    gate, up, down = matrices
+    assert up is not None and down is not None
+    top_k, own = experts.shape[-1], up.shape[0]
+    flat = (experts.reshape(-1) - first) % count  # one's own come first when sorted
     order = jnp.argsort(flat)
-    sizes = jnp.bincount(flat, length=params.up.shape[0]).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=count)[:own].astype(jnp.int32)
     rows = x.reshape(-1, x.shape[-1])[order // top_k]
-    inner = activation(
-        _grouped(rows, params.up, sizes), None if params.gate is None else _grouped(rows, params.gate, sizes)
-    )
-    outputs = _grouped(inner, params.down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
+    inner = activation(_grouped(rows, up, sizes), None if gate is None else _grouped(rows, gate, sizes))
+    outputs = _grouped(inner, down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
+    if own < count:  # rows of no group are not defined
+        outputs = jnp.where((flat < own).reshape(*experts.shape, 1), outputs, 0)
     return jnp.sum(widen(outputs) * weights[..., None], axis=2).astype(x.dtype)
 
 

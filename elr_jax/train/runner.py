@@ -10,26 +10,37 @@ state after step n always fits `recipe.at(n)`, on disk as in memory.
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from elr_jax import flops, parameters
 from elr_jax.config import ModelConfig, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
+from elr_jax.sharding import batch_sharding, make_mesh
 from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate
 from elr_jax.train.settings import Launch, Recipe, TextRun
-from elr_jax.train.step import StepMetrics, TrainState, graft_state, init_state, optimizer_for, train_step
+from elr_jax.train.step import (
+    StepMetrics,
+    TrainState,
+    graft_state,
+    init_state,
+    optimizer_for,
+    state_shardings,
+    train_step,
+)
 
 
 def train_text(run: TextRun) -> list[LoopResult]:
@@ -52,21 +63,22 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             f"model.vocab_size={recipe.model.vocab_size} is smaller than the data's {training.vocab_size}: raise it"
         )
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
+    place = Placement(None if launch.mesh is None else make_mesh(launch.mesh))
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
-    state = _start(recipe, store, meta)
+    state = _start(recipe, store, meta, place)
     first = int(state.step)
-    step = _compiled(recipe.at(first), launch)
+    step = _compiled(recipe.at(first), launch, place)
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
-    score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log)
+    score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
-    with log, _stop_on_sigterm() as stopped:
+    with log, place, _stop_on_sigterm() as stopped:
         reporter = _Reporter(recipe, training.seq_len, log)
         todo = batches(training, recipe.batch_size, start=first) if first < recipe.steps else ()
         for number, batch in enumerate(todo, start=first + 1):
-            state, metrics = step(state, batch)
+            state, metrics = step(state, place.batch(batch))
             reporter.report(number, metrics)
             if number == recipe.graft_step:
-                state, step = _graft(state, recipe), _compiled(recipe, launch)
+                state, step = _graft(state, recipe, place), _compiled(recipe, launch, place)
             last = number >= recipe.steps or stopped.is_set()
             if last or (launch.save_every and number % launch.save_every == 0):
                 reporter.flush()  # else a kill now would lose the line of a step that is not run again
@@ -118,29 +130,62 @@ def _config(meta: checkpoint.Meta) -> ModelConfig:
     return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
 
 
-def _compiled(recipe: Recipe, launch: Launch) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+class Placement:
+    """Where a run's arrays are: on one device, or cut over a mesh, which is in use inside the context."""
+
+    def __init__(self, mesh: Mesh | None):
+        self.mesh = mesh
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Placement":
+        if self.mesh is not None:
+            self._stack.enter_context(jax.set_mesh(self.mesh))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def state(self, recipe: Recipe) -> TrainState | None:
+        """Shardings of the state; None: the default device."""
+        return None if self.mesh is None else state_shardings(recipe, self.mesh)
+
+    def abstract(self, recipe: Recipe) -> TrainState:
+        """Shapes, types and places of the state, without memory."""
+        shapes = jax.eval_shape(partial(init_state, recipe, optimizer_for(recipe)))
+        if self.mesh is None:
+            return shapes
+        struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        return jax.tree.map(struct, shapes, self.state(recipe))
+
+    def batch(self, batch: Batch) -> Batch:
+        """The batch on its devices."""
+        mesh = self.mesh
+        if mesh is None:
+            return batch
+        return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh, x.shape)), batch)
+
+
+def _compiled(
+    recipe: Recipe, launch: Launch, place: Placement
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=launch.runtime)
-    return jax.jit(step, donate_argnames=("state",))
+    return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), None))
 
 
-def _graft(state: TrainState, recipe: Recipe) -> TrainState:
+def _graft(state: TrainState, recipe: Recipe, place: Placement) -> TrainState:
     model_, loops = recipe.model, recipe.model.loop.max_loops
     _tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
     grafted = partial(graft_state, recipe=recipe, optimizer=optimizer_for(recipe))
-    return jax.jit(grafted, donate_argnames=("state",))(state)
+    return jax.jit(grafted, donate_argnames=("state",), out_shardings=place.state(recipe))(state)
 
 
-def _start(recipe: Recipe, store: checkpoint.Checkpoints, meta: checkpoint.Meta) -> TrainState:
-    def init(step: int) -> Callable[[], TrainState]:
-        part = recipe.at(step)
-        return jax.jit(partial(init_state, part, optimizer_for(part)))
-
+def _start(recipe: Recipe, store: checkpoint.Checkpoints, meta: checkpoint.Meta, place: Placement) -> TrainState:
     same = _same_run(store, meta)
-    restored = store.restore(lambda saved: jax.eval_shape(init(saved.get("step", 0)))) if same else None
+    restored = store.restore(lambda saved: place.abstract(recipe.at(saved.get("step", 0)))) if same else None
     if restored is None:
-        count = flops.num_params(recipe.at(0).model)
-        _tell(f"{count:,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
-        return init(0)()
+        part = recipe.at(0)
+        _tell(f"{flops.num_params(part.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
+        return jax.jit(partial(init_state, part, optimizer_for(part)), out_shardings=place.state(part))()
     state, _ = restored
     _tell(f"resuming after step {int(state.step)} of {recipe.steps}")
     return state
@@ -160,10 +205,17 @@ def _same_run(store: checkpoint.Checkpoints, meta: checkpoint.Meta) -> bool:
 
 
 def _evaluate(
-    step: int, params: Params, *, recipe: Recipe, launch: Launch, validation: Dataset, log: MetricsWriter
+    step: int,
+    params: Params,
+    *,
+    recipe: Recipe,
+    launch: Launch,
+    validation: Dataset,
+    log: MetricsWriter,
+    place: Placement,
 ) -> list[LoopResult]:
     size = min(recipe.batch_size, len(validation.examples))
-    data = (batch for _, batch in zip(range(launch.eval_batches), batches(validation, size), strict=False))
+    data = (place.batch(batch) for _, batch in zip(range(launch.eval_batches), batches(validation, size), strict=False))
     results = evaluate(
         params,
         data,

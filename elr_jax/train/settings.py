@@ -96,6 +96,8 @@ class Launch:
     """Steps between checkpoints; None saves at the end only (and on SIGTERM)."""
     keep: int = 2
     """Newest checkpoints that stay."""
+    mesh: str | None = None
+    """Devices by mesh axis, such as data=2,fsdp=4 (`elr_jax.sharding`); None: one device."""
     runtime: Runtime = field(default_factory=Runtime)
 
     def __post_init__(self):

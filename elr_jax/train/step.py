@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elr_jax import model, parameters
 from elr_jax.config import Runtime
 from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, sum_by_depth
 from elr_jax.parameters import Params
-from elr_jax.params import onto_sphere, overlay
+from elr_jax.params import leaves_by_path, onto_sphere, overlay, path_name
+from elr_jax.sharding import DEFAULT_RULES, Rules, constrain, param_shardings
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
@@ -79,6 +81,21 @@ def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> Train
     return TrainState(step=zero, params=params, opt_state=optimizer.init(params), key=run_key, skipped=jnp.copy(zero))
 
 
+def state_shardings(recipe: Recipe, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> TrainState:
+    """The sharding of every leaf of the state: an optimizer's moments lie where their parameters do."""
+    shapes = jax.eval_shape(partial(init_state, recipe, optimizer_for(recipe)))
+    params = leaves_by_path(param_shardings(parameters.param_specs(recipe.model), mesh, rules))
+
+    def of(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = path_name(path).split("/")
+        ends = ("/".join(names[start:]) for start in range(len(names)))
+        found = next((params[end] for end in ends if end in params), None)
+        # what an optimizer keeps of a parameter in another shape is small: it stays whole
+        return found if found is not None and len(found.spec) == leaf.ndim else NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree.map_with_path(of, shapes)
+
+
 def optimizer_for(recipe: Recipe) -> optax.GradientTransformation:
     """The optimizer of the recipe's model."""
     specs = parameters.param_specs(recipe.model)
@@ -108,6 +125,8 @@ def train_step(
     order = sort_by_depth(depth, recipe.microbatches)
     loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
     parts = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, noise_keys))
+    spread = partial(jax.tree.map, lambda x: constrain(x, None, "batch", "sequence"))
+    parts = (spread(parts[0]), *parts[1:])
     gradient, (by_depth, routing) = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
 
     grad_norm = optax.tree.norm(gradient)

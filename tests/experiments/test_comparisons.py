@@ -3,17 +3,28 @@
 import dataclasses
 import importlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from elr_jax.train.data import DataConfig
+from elr_jax import parameters
+from elr_jax.presets import elr_30b_a3b, koi_4b
+from elr_jax.train.data import Batch, DataConfig
 from experiments.bases import references
 from experiments.elastic_text.cells import cells as elastic_cells
 from experiments.elastic_text.cells import size_of
 from experiments.pointer_chase.cells import cells as chase_cells
 from experiments.results import FILE, Results, read_lines
 from experiments.sweep import ROOT
+from experiments.tasks import cosines, overlaps
 
-QUESTIONS = ("update_rules", "loop_sampling", "fixed_vs_mixed", "conditioning", "late_switch", "loop_distribution")
+RECIPES = ("update_rules", "loop_sampling", "fixed_vs_mixed", "conditioning", "late_switch", "loop_distribution")
+"""Questions on the shared text and the pointer chase."""
+QUESTIONS = (*RECIPES, "gdp_hybrid", "route_replay")
+
+
+METRICS = ("bits_per_byte", "accuracy", "overlap", "cosine", "switch_cost")
 
 
 def cells_of(question, preset="cpu"):
@@ -39,7 +50,7 @@ def test_variants_share_everything_but_what_they_ask(question):
     assert any(cell.headline for cell in cells.values())
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", RECIPES)
 def test_baselines_are_those_of_the_first_experiments(question):
     """So that finished runs are taken over."""
     known = {cell.digest: cell.name for cell in elastic_cells(size_of("cpu", DataConfig())) + chase_cells("cpu")}
@@ -49,7 +60,7 @@ def test_baselines_are_those_of_the_first_experiments(question):
     ) or question == "late_switch"
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", RECIPES)
 def test_the_paper_preset_reaches_its_own_loop_counts(question):
     """Nothing of the small preset's four loops is left in the cells of a model of five."""
     cells = cells_of(question, "paper")
@@ -78,7 +89,9 @@ def test_claims_read_the_cells_there_are(question):
     for seed in (0, 1):
         for name, cell in cells.items():
             loops = cell.recipe.model.loop.max_loops
-            metrics = {metric: [2.0 + seed - 0.1 * k for k in range(loops)] for metric in ("bits_per_byte", "accuracy")}
+            metrics = {metric: [2.0 + seed - 0.1 * k for k in range(loops)] for metric in METRICS} | {
+                "replay_time": 0.9
+            }
             lines.append({"preset": "cpu", "cell": name, "seed": seed, "digest": "", "metrics": metrics, **cost})
     results = Results(lines, "cpu")
     claims = importlib.import_module(f"experiments.{question}.claims").CLAIMS
@@ -99,6 +112,8 @@ def test_claims_read_the_cells_there_are(question):
                 ("fixed_vs_mixed", "text_fixed_2"),
                 ("conditioning", "text_no_low_rank"),
                 ("loop_distribution", "chase_ends"),
+                ("gdp_hybrid", "hybrid_elastic"),
+                ("route_replay", "moe_replay"),
             )
         ),
     ],
@@ -111,10 +126,44 @@ def test_the_commands_take_their_first_steps_and_report(question, cell, command,
     flags = ("--preset", "smoke", "--seeds", 0, "--runs", tmp_path, "--source", text)
     command(f"experiments.{question}", *flags, "--only", cell)
     folder = tmp_path / question / "smoke"
-    metric = "bits_per_byte" if cell.startswith("text") else "accuracy"
+    metric = "accuracy" if cell.startswith("chase") else "bits_per_byte"
     assert Results(read_lines(folder / FILE), "smoke").values(cell, metric).shape[0] == 1
     assert (folder / "figures" / "smoke.png").stat().st_size > 10_000
     assert f"| {cell} | " in (folder / "README.md").read_text()
+
+
+def test_the_paper_preset_of_the_own_backbones_is_their_full_size():
+    models = {cell.recipe.model for question in ("gdp_hybrid", "route_replay") for cell in paper_cells(question)}
+    assert {model.layers for model in models} == {koi_4b().layers, elr_30b_a3b().layers}
+    assert {model.d_model for model in models} == {3072, 2688}
+
+
+def paper_cells(question):
+    return cells_of(question, "paper").values()
+
+
+def test_routes_are_measured_on_the_core_alone():
+    """A first round keeps its own routes; routes that never change keep everything, at no cost of a switch."""
+    cell = cells_of("route_replay", "smoke")["moe_fresh"]
+    model = cell.recipe.model
+    params = parameters.init(jax.random.key(0), model)
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 257)
+    ones = jnp.ones(tokens.shape)
+    batch = Batch(tokens=tokens, targets=tokens, weights=ones, segment_ids=ones.astype(jnp.int32))
+    kept = overlaps(params, batch, config=model)
+    assert kept.shape == (model.loop.max_loops,) and kept[0] == 1 and (kept[1:] < 1).all()
+    replayed = dataclasses.replace(model, moe=dataclasses.replace(model.moe, replay=True))
+    near = cosines(params, batch, config=replayed)
+    np.testing.assert_allclose(near[0], 1, atol=1e-5)
+    assert (near[1:] < 0.9999).all()
+    bias = lambda layer: dataclasses.replace(layer.mixer, bias=jnp.arange(8.0) * 9)  # routes by number alone
+    core = tuple(
+        dataclasses.replace(layer, mixer=bias(layer)) if letter == "E" else layer
+        for letter, layer in zip(model.core, params.core, strict=True)
+    )
+    same = dataclasses.replace(params, core=core)
+    np.testing.assert_array_equal(overlaps(same, batch, config=model), 1)
+    np.testing.assert_allclose(cosines(same, batch, config=replayed), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -309,3 +309,41 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ElrError, match=r"^2 processes were started"):
         launch(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+MESHED = """
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from test_runner import final_state, launch
+
+root = Path(sys.argv[1])
+alone = launch(root / "alone")
+meshed = launch(root / "meshed", save_every=3, mesh="data=2")
+params = final_state(root / "alone").params, final_state(root / "meshed").params
+near = lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5)
+jax.tree.map(near, *params)
+near([one.loss for one in meshed], [one.loss for one in alone])
+shutil.rmtree(root / "meshed" / "checkpoints" / "6")
+again = launch(root / "meshed", mesh="fsdp=2")
+jax.tree.map(near, params[0], final_state(root / "meshed").params)
+near([one.loss for one in again], [one.loss for one in alone])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_is_the_run_and_goes_on_on_another(tmp_path):
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(elr_jax.__file__).parents[1])]),
+    }
+    subprocess.run([sys.executable, "-c", MESHED, tmp_path], env=environment, check=True)
+
+
+def test_a_mesh_of_other_than_the_devices_is_refused(tmp_path):
+    with pytest.raises(ElrError, match="mesh data=3 has 3 = 3 places for"):
+        launch(tmp_path, mesh="data=3")
+    assert not any(tmp_path.iterdir())
