@@ -43,7 +43,8 @@ def near(found, expected, tolerance=1e-5):
     for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         one, other = (np.asarray(x, np.float64) for x in (one, other))
         size = np.abs(other).max(initial=0)
-        assert np.abs(one - other).max(initial=0) <= tolerance * max(size, 1e-3), jax.tree_util.keystr(path)
+        error = np.abs(one - other).max(initial=0)
+        assert error <= tolerance * max(size, 1e-3), f"{jax.tree_util.keystr(path)}: {error} of {size}"
 
 
 def main(name: str, *meshes: str) -> None:
@@ -72,11 +73,11 @@ def main(name: str, *meshes: str) -> None:
         batch_size=2 * ROWS,
         microbatches=2,
     )
-    optimizer = optimizer_for(recipe)
+    optimizer, trains = optimizer_for(recipe), name in ("gpt", "moe")
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), batch)
     step = partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime())
     state = jax.jit(partial(init_state, recipe, optimizer))()
-    trained = jax.jit(step)(state, twice)[0]
+    trained = jax.jit(step)(state, twice)[0] if trains else None
     requests = {
         "config": config,
         "loops": [1, 2, 3, 1, 2, 3, 1, 1],
@@ -94,12 +95,12 @@ def main(name: str, *meshes: str) -> None:
         put = lambda tree, mesh: jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh, x.shape)), tree)
         with jax.set_mesh(mesh):
             near(run(placed, put(batch, mesh), put(depth, mesh)), expected)
-            shardings = state_shardings(recipe, mesh)
-            after, _ = jax.jit(step, out_shardings=(shardings, None))(
-                jax.device_put(state, shardings), put(twice, mesh)
-            )
-            # an optimizer divides by the root of squares: where a gradient cancels, rounding is a step of its own
-            near(after.params, trained.params, 1e-3)
+            if trained is not None:
+                shardings = state_shardings(recipe, mesh)
+                one_step = jax.jit(step, out_shardings=(shardings, None))
+                after, _ = one_step(jax.device_put(state, shardings), put(twice, mesh))
+                # an optimizer divides by the root of squares: where a gradient cancels, rounding is a step of its own
+                near(after.params, trained.params, 1e-3)
             assert generate(placed, **requests) == written
         explicit = make_mesh(text, explicit=True)
         specs = param_shardings(parameters.param_specs(config), explicit)

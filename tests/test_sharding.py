@@ -26,10 +26,10 @@ def mesh_of(**sizes):
     "name, meshes",
     [
         ("gpt", ["data=2,fsdp=4"]),
-        pytest.param("gpt", ["fsdp=4,tensor=2", "data=2,expert=2,sequence=2"], marks=SLOW),
+        pytest.param("gpt", ["data=2,sequence=2,tensor=2"], marks=SLOW),
         pytest.param("dory", ["fsdp=4,tensor=2"], marks=SLOW),
         pytest.param("hybrid", ["fsdp=4,tensor=2"], marks=SLOW),
-        pytest.param("moe", ["fsdp=2,expert=4", "expert=4,tensor=2"], marks=SLOW),
+        pytest.param("moe", ["fsdp=2,expert=4"], marks=SLOW),
         pytest.param("ced", ["fsdp=4,sequence=2"], marks=SLOW),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from elr_jax import model
+from elr_jax import model, probes
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.parameters import Params
 from elr_jax.train.data import Batch
@@ -86,8 +86,8 @@ def residuals(
         depth = jnp.full(batch.tokens.shape[0], loops, jnp.int32)
         states = model.states(
             params, batch.tokens, depth, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key
-        ).astype(jnp.float32)
-        return jnp.linalg.norm(states[1:] - states[:-1], axis=-1) / jnp.linalg.norm(states[1:], axis=-1)
+        )
+        return probes.residuals(states)
 
     if config.conditioning is None:
         moved = moves(rounds)
