@@ -64,7 +64,7 @@ class CedVsParcae:
     """Steps of one turn, each with its own draw."""
     repeats: int = 3
     """Turns of each side."""
-    runtime: Runtime = dataclasses.field(default_factory=lambda: Runtime(remat="none"))
+    runtime: Runtime = dataclasses.field(default_factory=Runtime)
     seed: int = 0
     json: Path | None = None
     """File to write the result to; None writes nothing."""

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from benchmarks.ced_vs_parcae import CedVsParcae, drawn, main, theirs
-from elr_jax.config import Runtime
 from elr_jax.errors import ElrError
 
 SMALL = {
@@ -22,7 +21,6 @@ SMALL = {
     "backprop_rounds": 2,
     "max_loops": 6,
     "repeats": 1,
-    "runtime": Runtime(remat="none"),
 }
 
 
