@@ -140,7 +140,7 @@ def run_loop(
     if runtime.loop == "scan":
         carry = scan_rounds(body, rounds, (state, carried), operands)
     else:
-        first = jnp.int32(0) if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
+        first = None if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
         last = jnp.minimum(jnp.max(depth), rounds)
         carry: Any = bounded_rounds(body, rounds, first, last, (state, carried), operands)
     state, carried = carry
