@@ -129,7 +129,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
     Unchanged without a mesh, inside `shard_map`, and on Explicit axes: `jax.sharding.auto_axes` makes those automatic.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
