@@ -28,16 +28,19 @@ CLAIMS = (
                 f"{above(results, 'moe_replay', 'moe_fresh', loops=k)} at {k} loop{'s' * (k > 1)}" for k in (1, 2, 3, 4)
             )
         ),
+        verdict="promising",
     ),
     Claim(
         claim="and saves time in training",
         source="update time −11.7 %",
         ours=lambda results: f"a step's time over that with fresh routes {_time(results)}",
+        verdict="did not work",
     ),
     Claim(
         claim="tokens keep half of their first experts by the fourth loop",
         source="53 %",
         ours=lambda results: f"kept at 1 to 4 loops {curve(results, 'moe_fresh', metric='overlap')}",
+        verdict="worked",
     ),
     Claim(
         claim="replayed outputs stay close to fresh ones",
@@ -46,5 +49,6 @@ CLAIMS = (
             f"cosine, trained with fresh routes {curve(results, 'moe_fresh', metric='cosine')}, "
             f"with replayed ones {curve(results, 'moe_replay', metric='cosine')}"
         ),
+        verdict="worked",
     ),
 )
