@@ -27,6 +27,7 @@ import tyro
 
 from benchmarks.report import CONSOLE, tell_machine, tell_table, write_json
 from benchmarks.timing import machine, race, require_torch
+from benchmarks.training import Turn, random_batch, rounds, steps_of
 from checkpoints_convert import load_parcae
 from checkpoints_convert.parcae import parcae_config
 from elr_jax import parameters
@@ -36,7 +37,6 @@ from elr_jax.errors import ElrError, one_line_errors
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import OptimConfig
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import init_state, optimizer_for, train_step
 from elr_jax.typing import Depth, PRNGKeyArray
 
 TOLERANCE = 1e-4
@@ -94,21 +94,25 @@ def main(settings: CedVsParcae) -> dict[str, Any]:
         else:
             peer.save(Path(folder))
             params, config = load_parcae(folder, max_loops=settings.max_loops)
-    ours, executed = our_turn(settings, config, params, depths)
-    contestants = {"elr_jax": ours}
+    ours = our_steps(settings, config, params, depths)
+    contestants: dict[str, Callable[[], Any]] = {"elr_jax": ours}
+    metrics = ours()[1]
     if peer is not None:
-        losses = float(ours()[0]), peer.first_loss()
+        losses = float(metrics[0].loss), peer.first_loss()
         if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[1]):
             raise ElrError(f"the first step's losses are {losses[0]:.6f} here and {losses[1]:.6f} there: not one model")
         contestants["parcae"] = peer.turn
     times = race(contestants, repeats=settings.repeats)
     tokens = settings.steps * settings.batch_size * settings.seq_len
-    rounds = {"elr_jax": executed, "parcae": theirs(depths, settings.backprop_rounds)}
+    run = {
+        "elr_jax": rounds(metrics, rows=settings.batch_size)[0],
+        "parcae": theirs(depths, settings.backprop_rounds),
+    }
     result["rows"] = [
         {
             "side": name,
             "rounds a row drawn": float(depths.mean()),
-            "rounds a row run": rounds[name],
+            "rounds a row run": run[name],
             "tokens / s": tokens / times[name].median if name in times else float("nan"),
             "ratio": times["parcae"].median / times[name].median if peer else float("nan"),
         }
@@ -136,10 +140,8 @@ def drawn(settings: CedVsParcae) -> np.ndarray:
     return np.stack([law.sample(key, jnp.int32(step), rows, **sizes) for step in range(settings.steps)])
 
 
-def our_turn(
-    settings: CedVsParcae, config: ModelConfig, params: Any, depths: np.ndarray
-) -> tuple[Callable[[], Any], float]:
-    """Steps from the same state every time, and the rounds a row they run."""
+def our_steps(settings: CedVsParcae, config: ModelConfig, params: Any, depths: np.ndarray) -> Turn:
+    """Steps at these depths, on the tokens of both sides."""
     recipe = Recipe(
         model=config,
         depth=Replayed(loops=int(depths.max()), table=tuple(map(tuple, depths.tolist()))),
@@ -148,31 +150,12 @@ def our_turn(
         microbatches=settings.microbatches,
         backprop_loops=settings.backprop_rounds,
     )
-    optimizer = optimizer_for(recipe)
-    step = jax.jit(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=settings.runtime))
-    start = jax.jit(partial(init_state, recipe, optimizer))().replace(params=params)
-    tokens = jnp.asarray(text(settings))
-    ones = jnp.ones((settings.batch_size, settings.seq_len))
-    batch = Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=ones, segment_ids=ones.astype(jnp.int32))
-
-    def turn() -> Any:
-        state, losses = start, []
-        for _ in range(settings.steps):
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss)
-        return jax.block_until_ready(losses)
-
-    state, executed = start, 0
-    for _ in range(settings.steps):
-        state, metrics = step(state, batch)
-        executed += int(metrics.executed_rounds)
-    return turn, executed / (settings.steps * settings.batch_size)
+    return steps_of(recipe, batch_of(settings), steps=settings.steps, runtime=settings.runtime, params=params)
 
 
-def text(settings: CedVsParcae) -> np.ndarray:
-    """Random tokens [B,T+1], the same for both."""
-    shape = settings.batch_size, settings.seq_len + 1
-    return np.random.default_rng(settings.seed).integers(0, settings.vocab_size, shape, np.int32)
+def batch_of(settings: CedVsParcae) -> Batch:
+    """The tokens of both sides."""
+    return random_batch(settings.batch_size, settings.seq_len, vocab_size=settings.vocab_size, seed=settings.seed)
 
 
 def peer_config(settings: CedVsParcae) -> dict[str, Any]:
@@ -224,8 +207,10 @@ class Peer:
         self.torch.set_num_threads(int(machine()["cores"]))
         self.model = config.construct_model().train()
         self.start = {name: leaf.clone() for name, leaf in self.model.state_dict().items()}
-        tokens = self.torch.from_numpy(text(settings)).long()
-        self.inputs, self.labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+        batch = batch_of(settings)
+        self.inputs, self.labels = (
+            self.torch.from_numpy(np.array(tokens)).long() for tokens in (batch.tokens, batch.targets)
+        )
 
     def save(self, folder: Path) -> None:
         """Weights and config as the authors' `save_pretrained` leaves them."""

@@ -30,7 +30,7 @@ from benchmarks.report import Row, tell_machine, tell_table, write_json
 from benchmarks.timing import Timing, machine, race, require_torch
 from checkpoints_convert import load_dory
 from checkpoints_convert.random_dory import write_random_dory
-from elr_jax import decode, flops, model
+from elr_jax import decode, flops, incremental, model
 from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, Runtime, SphereConfig
 from elr_jax.decode.prompts import pack_requests
@@ -250,7 +250,7 @@ def prefill(settings: Versus, sizes: Sizes, params: Any, peer: Peer) -> Iterator
     @jax.jit
     def read(params: Any, tokens: Array, depth: Array):
         cache = init_cache(sizes.model, rows, length, dtype=sizes.dtype)
-        return model.extend(
+        return incremental.extend(
             params, tokens, depth, cache, config=sizes.model, runtime=runtime, fresh=True, last_only=True
         )
 

@@ -9,26 +9,19 @@ elastic program costs beyond that: expect 1.05 at most.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
 from benchmarks.report import tell_machine, tell_table, write_json
 from benchmarks.timing import machine, race
+from benchmarks.training import Turn, random_batch, rounds, steps_of
 from elr_jax import flops, presets
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.depth import DepthLaw, Fixed, PerExample, RotatingSlice, SharedDraw
 from elr_jax.errors import one_line_errors
-from elr_jax.train.data import Batch
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import init_state, optimizer_for, train_step
-
-Steps = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ def main(settings: ElasticStep) -> dict[str, Any]:
     ]
     result["laws"] = []
     for name, run in elastic.items():
-        executed, useful = rounds(settings, run)
+        executed, useful = rounds(run()[1], rows=settings.batch_size)
         seconds = float(np.interp(useful, list(fixed), fixed_seconds))
         row = {
             "law": name,
@@ -98,16 +91,7 @@ def main(settings: ElasticStep) -> dict[str, Any]:
     return result
 
 
-def rounds(settings: ElasticStep, run: Steps) -> tuple[float, float]:
-    """Rounds run, and rounds drawn, a row of a turn."""
-    _, metrics = run()
-    rows = settings.steps * settings.batch_size
-    executed, useful = (sum(int(getattr(one, f"{kind}_rounds")) for one in metrics) for kind in ("executed", "useful"))
-    return executed / rows, useful / rows
-
-
-def _steps(settings: ElasticStep, model: ModelConfig, law: DepthLaw, runtime: Runtime) -> Steps:
-    """A turn: the first steps of a training run, from the same state every time."""
+def _steps(settings: ElasticStep, model: ModelConfig, law: DepthLaw, runtime: Runtime) -> Turn:
     recipe = Recipe(
         model=model,
         depth=law,
@@ -115,27 +99,10 @@ def _steps(settings: ElasticStep, model: ModelConfig, law: DepthLaw, runtime: Ru
         microbatches=settings.microbatches,
         seed=settings.seed,
     )
-    optimizer = optimizer_for(recipe)
-    step = jax.jit(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=runtime))
-    start = jax.jit(partial(init_state, recipe, optimizer))()
-    batch = _batch(settings)
-
-    def run():
-        state, metrics = start, []
-        for _ in range(settings.steps):
-            state, one = step(state, batch)
-            metrics.append(one)
-        return state, metrics
-
-    return run
-
-
-def _batch(settings: ElasticStep) -> Batch:
-    """Random tokens, all scored, each row one document."""
-    shape = settings.batch_size, settings.seq_len + 1
-    tokens = jax.random.randint(jax.random.key(settings.seed), shape, 0, settings.model.vocab_size)
-    ones = jnp.ones((shape[0], settings.seq_len))
-    return Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=ones, segment_ids=ones.astype(jnp.int32))
+    batch = random_batch(
+        settings.batch_size, settings.seq_len, vocab_size=settings.model.vocab_size, seed=settings.seed
+    )
+    return steps_of(recipe, batch, steps=settings.steps, runtime=runtime)
 
 
 def _flops(settings: ElasticStep, loops: float) -> float:

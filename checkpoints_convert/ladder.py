@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from checkpoints_convert.golden import Case, chunkings
 from elr_jax.cache import init_cache
 from elr_jax.config import ModelConfig, Runtime
+from elr_jax.incremental import extend
 from elr_jax.layers import make_context
 from elr_jax.layers.norms import unit_norm
 from elr_jax.loop import begin, enter_round, leave_round
-from elr_jax.model import apply, extend
+from elr_jax.model import apply
 from elr_jax.parameters import Params
 from elr_jax.residual import sub_layer
 from elr_jax.typing import widen

@@ -23,8 +23,9 @@ from elr_jax.config import (
     to_dict,
 )
 from elr_jax.errors import ElrError
+from elr_jax.incremental import encode, extend
 from elr_jax.losses import DepthSums, cross_entropy, sum_by_depth
-from elr_jax.model import apply, encode, extend, routing, states
+from elr_jax.model import apply, routing, states
 from elr_jax.parameters import Params, abstract, graft, init, param_specs
 from elr_jax.params import ParamSpec, count_params
 

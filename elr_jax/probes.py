@@ -10,9 +10,9 @@ States are [R+1,B,T,D], s_0 first. All functions are pure and may be jitted.
 import jax
 import jax.numpy as jnp
 
-from elr_jax import model
-from elr_jax.cache import CacheMode, init_cache
+from elr_jax.cache import Cache, CacheMode, init_cache
 from elr_jax.config import ModelConfig, Runtime
+from elr_jax.incremental import extend
 from elr_jax.losses import cross_entropy
 from elr_jax.parameters import Params
 from elr_jax.typing import Array, Depth, Float, Int32, PRNGKeyArray, Tokens, widen
@@ -70,8 +70,8 @@ def losses_of_calls(
     batch, length = tokens.shape
     assert length % chunk == 0, f"{length} tokens are no multiple of {chunk}"
 
-    def call(cache: model.Cache, part: tuple[Tokens, Tokens]) -> tuple[model.Cache, Float[Array, "B C"]]:
-        logits, cache = model.extend(params, part[0], depth, cache, config=config, runtime=runtime, key=key)
+    def call(cache: Cache, part: tuple[Tokens, Tokens]) -> tuple[Cache, Float[Array, "B C"]]:
+        logits, cache = extend(params, part[0], depth, cache, config=config, runtime=runtime, key=key)
         return cache, cross_entropy(logits, part[1])
 
     first, second = (jnp.moveaxis(x.reshape(batch, -1, chunk), 1, 0) for x in (tokens, targets))

@@ -1,25 +1,24 @@
 """What a cell trains on and is measured by."""
 
 import math
-import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from statistics import median
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.timing import race
+from benchmarks.training import steps_of
 from elr_jax import model
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import ModelConfig
 from elr_jax.layers.moe import Experts, shared_experts
 from elr_jax.parameters import Params
 from elr_jax.train.data import Batch, DataConfig, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import evaluate
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import init_state, optimizer_for, train_step
 from elr_jax.train.token_store import Split
 from elr_jax.typing import Array, Float, Int32
 
@@ -67,7 +66,7 @@ class RoutedText(Text):
 
     measured_batches: int = 4
     """Validation batches that routes are compared on."""
-    timed_steps: int = 5
+    timed_turns: int = 3
 
     def measure(self, params: Params, recipe: Recipe) -> dict[str, Any]:
         """Lists over the loop counts: how fresh and replayed routes differ, and what a switch between them costs.
@@ -75,7 +74,7 @@ class RoutedText(Text):
         `overlap`: share of a token's experts in round one that round k chooses too; `cosine`: between a mixture's
         output in round k with the first round's experts and with fresh ones; both over the core's mixtures.
         `switch_cost`: bits per byte that routes it was not trained with add to those with its own. `replay_time`: a
-        training step with replayed routes over one with fresh routes, medians of steps in turns.
+        training step with replayed routes over one with fresh routes, medians in turns.
         """
         if recipe.model.loop.max_loops == 1:
             return {}
@@ -92,12 +91,13 @@ class RoutedText(Text):
             / (math.log(2) * (validation.bytes_per_token or 1))
             for config in (recipe.model, switched.model)
         )
-        seconds = _race((fresh, replayed), data[0], self.timed_steps)
+        turns = {name: steps_of(each, data[0], steps=2) for name, each in (("fresh", fresh), ("replayed", replayed))}
+        times = race(turns, repeats=self.timed_turns)
         return {
             "overlap": np.mean(overlap, axis=0, dtype=float).round(4).tolist(),
             "cosine": np.mean(cosine, axis=0, dtype=float).round(4).tolist(),
             "switch_cost": (other - own).round(4).tolist(),
-            "replay_time": round(seconds[1] / seconds[0], 4),
+            "replay_time": round(times["replayed"].median / times["fresh"].median, 4),
         }
 
 
@@ -133,19 +133,3 @@ def _core_routing(params: Params, batch: Batch, loops: Int32[Array, ""], config:
     routing = model.routing(params, batch.tokens, depth, config=config, segment_ids=batch.segment_ids)
     before = config.prelude.count("E")
     return list(routing[before : before + config.core.count("E")])
-
-
-def _race(recipes: tuple[Recipe, ...], batch: Batch, steps: int) -> list[float]:
-    """Median seconds of a training step of each recipe, timed in turns; the first compiles and is not counted."""
-    runs = []
-    for recipe in recipes:
-        optimizer = optimizer_for(recipe)
-        step = jax.jit(partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime()))
-        runs.append((step, jax.jit(partial(init_state, recipe, optimizer))()))
-    taken: list[list[float]] = [[] for _ in runs]
-    for number in range(steps + 1):
-        for (step, state), seconds in zip(runs, taken, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(step(replace(state, step=state.step + number), batch))
-            seconds.append(time.perf_counter() - start)
-    return [median(seconds[1:]) for seconds in taken]

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from elr_jax import model
+from elr_jax import incremental
 from elr_jax.cache import init_cache
 
-extend = jax.jit(model.extend, static_argnames=("config", "fresh", "last_only"))
+extend = jax.jit(incremental.extend, static_argnames=("config", "fresh", "last_only"))
 
 
 def any_calls(width, loops, total):

@@ -12,7 +12,7 @@ from cases import RULES, assert_close, assert_same_bits, perturb, small_model, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elr_jax import model, parameters
+from elr_jax import incremental, model, parameters
 from elr_jax.cache import init_cache
 from elr_jax.config import ConditioningConfig, LoopRule
 from elr_jax.errors import ElrError
@@ -232,4 +232,4 @@ def test_refusals():
     cache = init_cache(PLAIN, 1, 4)
     for depth, new, bad in (([0], None, 0), ([4], None, 4), ([4], jnp.array([1]), 4), ([-1], jnp.array([0]), -1)):
         with pytest.raises(ElrError, match=f"depth {bad} is outside"):
-            model.extend(PARAMS, TOKENS[:1, :1], jnp.array(depth), cache, new=new, config=PLAIN)
+            incremental.extend(PARAMS, TOKENS[:1, :1], jnp.array(depth), cache, new=new, config=PLAIN)

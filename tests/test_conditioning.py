@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model
 
-from elr_jax import flops, model, parameters
+from elr_jax import flops, incremental, model, parameters
 from elr_jax.cache import init_cache
 from elr_jax.conditioning import layer_specs, round_conditions, sines
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
@@ -232,7 +232,7 @@ def test_a_row_is_told_of_its_own_loops():
 def test_rows_of_padding_or_of_no_loops_stay_finite():
     _, config = configure()
     cache = init_cache(config, 3, 8)
-    run = jax.jit(partial(model.extend, config=config))
+    run = jax.jit(partial(incremental.extend, config=config))
     logits, cache = run(params_of(config), TOKENS, jnp.array([2, 0, 3]), cache, new=jnp.array([6, 0, 0]))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((logits, cache)))
 

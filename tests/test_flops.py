@@ -9,7 +9,7 @@ import pytest
 from cases import RULES, small_model
 from jax.extend.core import jaxprs_in_params
 
-from elr_jax import flops, loop, model, parameters, presets
+from elr_jax import flops, incremental, loop, model, parameters, presets
 from elr_jax.cache import cache_bytes, init_cache
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, Runtime
 from elr_jax.depth import Fixed, PerExample, RotatingSlice, Switch
@@ -235,7 +235,7 @@ def test_what_the_encoder_costs_is_what_its_program_multiplies(stack):
     length = 512
     shapes = parameters.abstract(config), jax.ShapeDtypeStruct((1, length), jnp.int32), jnp.array([1])
     cache = jax.eval_shape(lambda: init_cache(config, 1, length))
-    run = jax.jit(partial(model.encode, config=config, fresh=True))
+    run = jax.jit(partial(incremental.encode, config=config, fresh=True))
     xla = run.lower(*shapes, cache).compile().cost_analysis()["flops"] / length
     assert 0.96 * xla <= flops.encoder_flops(config, seq_len=length).at(1) <= 1.02 * xla
 

@@ -10,7 +10,7 @@ import pytest
 from calls import extend, run_calls
 from cases import RULES, assert_close, perturb, small_model
 
-from elr_jax import model, parameters
+from elr_jax import incremental, model, parameters
 from elr_jax.cache import cache_bytes, init_cache
 from elr_jax.config import DeltaProductConfig, Runtime
 from elr_jax.errors import ElrError
@@ -219,7 +219,7 @@ SKIPS = {
     "encoder of one stack": ("S-", "G-R-", "R-R-"),
     "decoder loop": STACKS["decoder loop"],
 }
-encode = jax.jit(model.encode, static_argnames=("config", "fresh"))
+encode = jax.jit(incremental.encode, static_argnames=("config", "fresh"))
 
 
 @pytest.mark.parametrize("name", ["encoder loop", *(pytest.param(name, marks=SLOW) for name in SKIPS)])
@@ -262,7 +262,7 @@ def test_only_a_decoder_of_windows_may_be_skipped():
         assert config.boundary is None
         cache = init_cache(config, ROWS, LENGTH)
         with pytest.raises(ElrError, match="no decoder to skip"):
-            model.encode(weights_of(config), TOKENS, jnp.array([1, 1]), cache, config=config)
+            incremental.encode(weights_of(config), TOKENS, jnp.array([1, 1]), cache, config=config)
 
 
 def test_a_skipped_decoder_costs_nothing():
@@ -276,7 +276,7 @@ def test_a_skipped_decoder_costs_nothing():
         .compile()
         .as_text()
     )
-    products = [cost(function).count(" dot(") for function in (model.encode, model.extend)]
+    products = [cost(function).count(" dot(") for function in (incremental.encode, incremental.extend)]
     assert products[0] < products[1] / 2, products
 
 

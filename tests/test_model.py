@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model, tiny_dory
 
-from elr_jax import model, parameters, presets
+from elr_jax import incremental, model, parameters, presets
 from elr_jax.cache import init_cache
 from elr_jax.config import AttentionConfig, MLPConfig, MoEConfig, Runtime
 from elr_jax.errors import ElrError
@@ -176,8 +176,8 @@ def test_packed_working_copies_compute_the_same(name):
     def run(params):
         whole = model.apply(params, TOKENS, depth, config=config)
         cache = init_cache(config, ROWS, LENGTH)
-        _, cache = model.extend(params, TOKENS[:, :-1], depth, cache, config=config, fresh=True)
-        return whole, model.extend(params, TOKENS[:, -1:], depth, cache, config=config)
+        _, cache = incremental.extend(params, TOKENS[:, :-1], depth, cache, config=config, fresh=True)
+        return whole, incremental.extend(params, TOKENS[:, -1:], depth, cache, config=config)
 
     plain, packed = run(params), run(copies)
     assert_close(packed, plain, rtol=2e-5)

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases import RULES, small_model
 
-from elr_jax import presets, to_dict
+from elr_jax import flops, presets, to_dict
 from elr_jax.errors import ElrError
 from elr_jax.parameters import abstract
 from elr_jax.serving_cost import HARDWARE, Serving, main, pool_tokens, serving_cost, weight_reads
@@ -48,6 +48,19 @@ def test_every_number_by_hand():
     assert weight_reads(config, 2, tokens=4) == read
     assert row.decode == pytest.approx((4 * read + 4 * one * (100 + 2 * 3)) / chip.bandwidth)
     assert row.tokens_per_second == pytest.approx(4 / row.decode)
+
+
+@pytest.mark.parametrize("stack, loops", [("encoder", 1), ("encoder", 8), ("decoder", 8)])
+def test_a_skipped_decoder_reads_the_end_of_a_prompt_alone(stack, loops):
+    config, context = presets.ced(stack, loops=loops), 131_072
+    every, skipping = (Serving(model="-", context=context, skip_decoder=skip) for skip in (False, True))
+    whole, short = (serving_cost(config, how, "h200", "per_loop", loops).prefill for how in (every, skipping))
+    end = config.boundary.replayed(config, loops=loops)
+    full, encoder = (count(config, seq_len=context).at(loops) for count in (flops.forward_flops, flops.encoder_flops))
+    assert short / whole == pytest.approx((end * full + (context - end) * encoder) / (context * full))
+    assert short < 0.9 * whole
+    with pytest.raises(ElrError, match="no decoder to skip"):
+        serving_cost(presets.koi_4b(), skipping, "h200", "per_loop", 1)
 
 
 def test_a_small_batch_reads_few_experts():

@@ -44,7 +44,6 @@ def test_eight_devices_are_one(name, meshes):
 
 
 def test_every_parameter_is_cut_by_its_logical_axes():
-    config = small_model(RULES["elr"], prelude="*", core="-", coda="E")
     config = small_model(RULES["elr"], prelude="*", core="-", coda="E", d_model=16, vocab_size=26)
     mesh = mesh_of(fsdp=4, tensor=2, expert=5)
     specs = map_specs(lambda spec: partition(spec.axes, spec.shape, mesh), parameters.param_specs(config))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import UInt32
 
-from elr_jax import model, parameters
+from elr_jax import incremental, parameters
 from elr_jax.cache import Cache, CacheMode, init_cache
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.decode.sampling import RowLogits, sample
@@ -90,7 +90,7 @@ def prefill(
     that `encode` has read (None: none).
     """
     rows, call = _of_prompt(state, tokens, new, requests, positions)
-    logits, cache = model.extend(
+    logits, cache = incremental.extend(
         params,
         cache=state.cache,
         fresh=fresh,
@@ -115,9 +115,9 @@ def encode(
     positions: Positions | None = None,
     fresh: bool = False,
 ) -> DecodeState:
-    """Read the first `new` [B] tokens of each row, a prompt's beginning, by the encoder alone; see `model.encode`."""
+    """Read the first `new` [B] tokens of each row, a prompt's beginning, by the encoder alone (`incremental`)."""
     rows, call = _of_prompt(state, tokens, new, requests, positions)
-    cache = model.encode(params, cache=state.cache, fresh=fresh, config=config, runtime=runtime, **call)
+    cache = incremental.encode(params, cache=state.cache, fresh=fresh, config=config, runtime=runtime, **call)
     return _moved(state, cache, rows, call)
 
 
@@ -158,7 +158,7 @@ def decode_step(
     `greedy` promises that all temperatures are 0.
     """
     rows = ~state.done
-    logits, cache = model.extend(
+    logits, cache = incremental.extend(
         params,
         state.token[:, None],
         jnp.where(rows, requests.loops, 0),

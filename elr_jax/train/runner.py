@@ -10,7 +10,8 @@ state after step n always fits `recipe.at(n)`, on disk as in memory.
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
-    with log, place, _stop_on_sigterm() as stopped:
+    with log, place.in_use(), _stop_on_sigterm() as stopped:
         reporter = _Reporter(recipe, training.seq_len, log)
         todo = batches(training, recipe.batch_size, start=first) if first < recipe.steps else ()
         for number, batch in enumerate(todo, start=first + 1):
@@ -130,20 +131,15 @@ def _config(meta: checkpoint.Meta) -> ModelConfig:
     return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
 
 
+@dataclass(frozen=True)
 class Placement:
-    """Where a run's arrays are: on one device, or cut over a mesh, which is in use inside the context."""
+    """Where a run's arrays are: on one device (None), or cut over a mesh."""
 
-    def __init__(self, mesh: Mesh | None):
-        self.mesh = mesh
-        self._stack = ExitStack()
+    mesh: Mesh | None
 
-    def __enter__(self) -> "Placement":
-        if self.mesh is not None:
-            self._stack.enter_context(jax.set_mesh(self.mesh))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+    def in_use(self) -> AbstractContextManager[Any]:
+        """A context in which programs are cut over the mesh."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def state(self, recipe: Recipe) -> TrainState | None:
         """Shardings of the state; None: the default device."""

@@ -84,14 +84,15 @@ def init_state(recipe: Recipe, optimizer: optax.GradientTransformation) -> Train
 def state_shardings(recipe: Recipe, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> TrainState:
     """The sharding of every leaf of the state: an optimizer's moments lie where their parameters do."""
     shapes = jax.eval_shape(partial(init_state, recipe, optimizer_for(recipe)))
-    params = leaves_by_path(param_shardings(parameters.param_specs(recipe.model), mesh, rules))
+    places = leaves_by_path(param_shardings(parameters.param_specs(recipe.model), mesh, rules))
+    params = leaves_by_path(shapes.params)
 
     def of(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         names = path_name(path).split("/")
         ends = ("/".join(names[start:]) for start in range(len(names)))
-        found = next((params[end] for end in ends if end in params), None)
         # what an optimizer keeps of a parameter in another shape is small: it stays whole
-        return found if found is not None and len(found.spec) == leaf.ndim else NamedSharding(mesh, PartitionSpec())
+        own = next((end for end in ends if end in params and params[end].shape == leaf.shape), None)
+        return NamedSharding(mesh, PartitionSpec()) if own is None else places[own]
 
     return jax.tree.map_with_path(of, shapes)
 

@@ -1,9 +1,6 @@
 """Mixture of experts: dropless dispatch against every expert on every token, routes, their replay and their balance."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -317,45 +314,3 @@ def batch():
     tokens = jax.random.randint(KEY, (4, 7), 0, 13)
     ones = jnp.ones((4, 6))
     return Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=ones, segment_ids=ones.astype(jnp.int32))
-
-
-SHARDED = """
-import dataclasses
-from functools import partial
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
-from elr_jax import model, parameters, presets
-from elr_jax.params import map_specs
-
-config = presets.tiny_moe()
-config = dataclasses.replace(config, prelude="", core="*E", coda="", moe=dataclasses.replace(config.moe, replay=True))
-mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-spread = lambda spec: NamedSharding(mesh, PartitionSpec(*(a if a == "expert" else None for a in spec.axes)))
-shardings = map_specs(spread, parameters.param_specs(config))
-params = jax.jit(partial(parameters.init, config=config))(jax.random.key(0))
-tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
-
-@jax.jit
-def run(params):
-    def loss(params):
-        ones = jnp.ones(tokens.shape)
-        total, scores = model.loss(params, tokens, tokens[:, ::-1], ones, jnp.array([3, 2]), config=config)
-        return total + sum(jnp.sum(one.balance) for one in scores.routing), scores.routing
-    return jax.value_and_grad(loss, has_aux=True)(params)
-
-parted = jax.device_put(params, shardings)
-assert parted.core[1].mixer.up.addressable_shards[0].data.shape[0] == 1, "one expert a device"
-for (path, one), other in zip(jax.tree.leaves_with_path(run(parted)), jax.tree.leaves(run(params))):
-    one, other = np.asarray(one), np.asarray(other)
-    assert np.abs(one - other).max() <= 2e-5 * np.abs(other).max() + 1e-12, jax.tree_util.keystr(path)
-"""
-
-
-@pytest.mark.slow
-def test_experts_on_eight_devices_are_experts_on_one():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    subprocess.run([sys.executable, "-c", SHARDED], env=os.environ | flags, check=True)
