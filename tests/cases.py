@@ -87,3 +87,8 @@ def tiny_dory(*, prelude: str = "S-*-", core: str = "S-S-*-", coda: str = "*-", 
             **changes,
         }
     )
+
+
+def programs(jitted) -> int:
+    """How many programs a jitted function was compiled to."""
+    return jitted._cache_size()

@@ -97,6 +97,8 @@ def main(name: str, *meshes: str) -> None:
             near(run(placed, put(batch, mesh), put(depth, mesh)), expected)
             if trained is not None:
                 shardings = state_shardings(recipe, mesh)
+                moments = [one for one in jax.tree.leaves(shardings.opt_state) if not one.is_fully_replicated]
+                assert len(moments) >= cut, "an optimizer's moments are cut where their parameters are"
                 one_step = jax.jit(step, out_shardings=(shardings, None))
                 after, _ = one_step(jax.device_put(state, shardings), put(twice, mesh))
                 # an optimizer divides by the root of squares: where a gradient cancels, rounding is a step of its own

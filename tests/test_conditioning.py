@@ -87,7 +87,7 @@ def test_a_conditioned_layer_is_the_formula():
     layer = params_of(config).core[1]
     x = jax.random.normal(KEY, (2, 5, 8))
     c = jax.random.normal(KEYS[0], (2, 6))
-    context = make_context(TOKENS[:2, :5], TOKENS[:2, :5], config).replace(condition=c)
+    context = dataclasses.replace(make_context(TOKENS[:2, :5], TOKENS[:2, :5], config), condition=c)
     y, _ = sub_layer("-", x, layer, context, config)
     told, (x64, c64) = layer.condition, (np.asarray(value, np.float64) for value in (x, c))
     head = lambda weight: (c64 @ np.asarray(weight, np.float64))[:, None]
@@ -114,7 +114,9 @@ def test_a_grafted_model_is_the_model_bit_for_bit(name, loop):
             expected = forward(params, jnp.array(depth), config=plain, runtime=runtime)
             assert_same_bits(forward(grafted, jnp.array(depth), config=conditioned, runtime=runtime), expected)
     moved = perturb(grafted.core[0].condition, scale=0.1)
-    other = grafted.replace(core=(grafted.core[0].replace(condition=moved), *grafted.core[1:]))
+    other = dataclasses.replace(
+        grafted, core=(dataclasses.replace(grafted.core[0], condition=moved), *grafted.core[1:])
+    )
     assert (forward(other, jnp.array(depth), config=conditioned, runtime=runtime) != expected).any()
 
 
@@ -201,7 +203,8 @@ def test_rounds_and_coda_get_the_conditions_in_their_order():
 
     @jax.jit
     def layer(x, weights, told):
-        return sub_layer("-", x, weights, make_context(TOKENS, TOKENS, config).replace(condition=told), config)[0]
+        context = dataclasses.replace(make_context(TOKENS, TOKENS, config), condition=told)
+        return sub_layer("-", x, weights, context, config)[0]
 
     states, gate = jax.jit(partial(model.states, config=config))(params, TOKENS, depth), params.loop.update
     for i in (0, 1):

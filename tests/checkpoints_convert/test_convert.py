@@ -1,5 +1,6 @@
 """The command line: what it writes, and that it leaves nothing when it can't."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -79,7 +80,7 @@ def test_what_can_not_be_written_is_refused_first(tmp_path, checkpoint, monkeypa
 
 def test_parameters_of_several_types_need_one(tmp_path, checkpoint):
     params, config = load_dory(checkpoint)
-    mixed = params.replace(logit_scale=params.logit_scale.astype("float32"))
+    mixed = dataclasses.replace(params, logit_scale=params.logit_scale.astype("float32"))
     with pytest.raises(ElrError, match="are bfloat16 and float32: convert"):
         save_params(str(tmp_path / "run"), mixed, config)
     save_params(str(tmp_path / "run"), params, config)

@@ -116,8 +116,8 @@ def test_a_fault_of_the_import_shows(tmp_path, monkeypatch):
     def astray(*arguments, **settings):
         params, config = load_dory(*arguments, **settings)
         first = params.core[0]
-        mixer = first.mixer.replace(key=first.mixer.value, value=first.mixer.key)
-        return params.replace(core=(first.replace(mixer=mixer), *params.core[1:])), config
+        mixer = replace(first.mixer, key=first.mixer.value, value=first.mixer.key)
+        return replace(params, core=(replace(first, mixer=mixer), *params.core[1:])), config
 
     monkeypatch.setattr(verify_module, "load_dory", astray)
     file = tmp_path / "report.json"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RULES, assert_same_bits, perturb, small_model, tiny_dory
+from cases import RULES, assert_same_bits, perturb, programs, small_model, tiny_dory
 
 from elr_jax import parameters
 from elr_jax.config import Runtime
@@ -145,7 +145,7 @@ def test_a_skipped_decoder_generates_the_same(chunk):
 def compiled():
     from elr_jax.decode.generate import _decode_step, _prefill
 
-    return _decode_step._cache_size(), _prefill._cache_size()
+    return programs(_decode_step), programs(_prefill)
 
 
 def test_one_program_serves_every_mix():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,8 @@ def test_starts():
     assert rate.min() > 0 and rate.max() < 16 and abs(rate.mean() - 8) < 0.3
     assert step.min() > 9.9e-4 and step.max() < 0.101 and abs(jnp.log(step).mean() - np.log(0.01)) < 0.1
     assert abs(params.convolve.value.std() - 0.5 / 3**0.5) < 0.01
-    groups = {spec.group for spec in (delta_product_specs(config, 1.0).a_log, delta_product_specs(config, 1.0).dt_bias)}
+    specs: Any = delta_product_specs(config, 1.0)
+    groups = {spec.group for spec in (specs.a_log, specs.dt_bias)}
     assert groups == {"vector"}, "not decayed"
 
 

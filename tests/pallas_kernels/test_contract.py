@@ -11,6 +11,7 @@ from interpreted import assert_near, normal
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from elr_jax import incremental, model, parameters
+from elr_jax.cache import init_cache
 from elr_jax.config import LoopRule, Runtime
 from elr_jax.errors import ElrError
 from pallas_kernels.contract import choose, run, target_platform
@@ -134,7 +135,7 @@ def test_a_model_with_kernels_is_the_model(config):
             logits = model.apply(params, tokens, depth, config=config, runtime=runtime)
             return jnp.sum(jnp.sin(logits)), logits
 
-        cache = model.caches.init_cache(config, 2, 8)
+        cache = init_cache(config, 2, 8)
         extended = partial(incremental.extend, config=config, runtime=runtime)
         _, cache = extended(params, tokens[:, :4], depth, cache)
         return jax.grad(loss, has_aux=True)(params), extended(params, tokens[:, 4:], depth, cache)[0]

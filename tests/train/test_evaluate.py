@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import perturb
+from cases import perturb, programs
 
 from elr_jax import model, parameters
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
@@ -79,7 +79,7 @@ def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
 
 def test_a_second_evaluation_compiles_nothing():
     params = parameters.init(KEY, CONFIG)
-    compiled = lambda: (module._score._cache_size(), module.residuals._cache_size())
+    compiled = lambda: (programs(module._score), programs(module.residuals))
     evaluate(params, [batch(0)], config=CONFIG, key=KEY)
     before = compiled()
     evaluate(params, [batch(1)], config=CONFIG, key=KEY)

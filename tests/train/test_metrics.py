@@ -129,11 +129,12 @@ def test_rates_follow_the_last_half_minute(tmp_path, log):
 
 
 def test_a_terminal_gets_one_live_line(tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=120)
     with MetricsWriter(tmp_path, total_steps=3, console=console) as metrics:
         for step in range(1, 4):
             metrics.progress(step, loss=1.5, tokens=10)
-    assert "3/3\x1b[0m loss 1.5" in console.file.getvalue()
+    assert "3/3\x1b[0m loss 1.5" in written.getvalue()
 
 
 def test_tensorboard_gets_the_same_scalars_where_it_is_installed(tmp_path, monkeypatch):

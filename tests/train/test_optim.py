@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import programs
 
 from elr_jax import model
 from elr_jax.config import AttentionConfig, LoopRule, MLPConfig, ModelConfig, Runtime
@@ -117,7 +118,7 @@ def test_one_program_serves_every_draw(start):
         seen.add(tuple(depth))
     assert int(state.step) == 50 and int(state.skipped) == 0
     assert len(seen) > 20, "depths changed"
-    assert step._cache_size() == 1
+    assert programs(step) == 1
 
 
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
