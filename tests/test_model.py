@@ -78,11 +78,12 @@ LAWS = [
 
 @pytest.mark.parametrize("name, changes, remat, backprop_loops", LAWS)
 def test_bounded_is_scan_bit_for_bit(name, changes, remat, backprop_loops):
-    config = configure(name, **changes)
+    config = configure(name, 4, **changes)
     bounded, scan = (Runtime(loop=form, remat=remat) for form in ("bounded", "scan"))
     run = partial(gradient, params_of(config), config=config, backprop_loops=backprop_loops)
-    # where gradients are taken, XLA fuses the elementwise chains of a D differently in the two: a rounding apart
-    same = partial(assert_close, rtol=5e-5) if "D" in config.layers else assert_same_bits
+    # XLA fuses, so rounds, differently: the elementwise chains of a D where gradients are taken, a scan of one round
+    rounds_apart = "D" in config.layers or backprop_loops == 1
+    same = partial(assert_close, rtol=5e-5) if rounds_apart else assert_same_bits
     for depth in (DEPTHS, [2, 2, 2], [1, 1, 1]):
         same(run(jnp.array(depth), runtime=bounded), run(jnp.array(depth), runtime=scan))
 
@@ -97,10 +98,11 @@ def test_bounded_is_scan_bit_for_bit_in_value_for_recurrent_layers():
 
 @pytest.mark.parametrize("name, changes, remat, backprop_loops", LAWS)
 def test_masked_is_truncated_bit_for_bit(name, changes, remat, backprop_loops):
-    deep, shallow = (configure(name, loops, **changes) for loops in (3, 2))
-    run = partial(gradient, params_of(deep), jnp.full(ROWS, 2), backprop_loops=backprop_loops)
+    deep, shallow = (configure(name, loops, **changes) for loops in (5, 4))
+    run = partial(gradient, params_of(deep), jnp.full(ROWS, 4), backprop_loops=backprop_loops)
     scan = Runtime(loop="scan", remat=remat)
-    assert_same_bits(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
+    same = partial(assert_close, rtol=5e-5) if backprop_loops == 1 else assert_same_bits
+    same(run(config=deep, runtime=scan), run(config=shallow, runtime=scan))
 
 
 @pytest.mark.parametrize(

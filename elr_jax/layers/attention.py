@@ -134,8 +134,8 @@ class Context:
     """The same of the tokens before this call; None without a cache or without such tokens."""
     first: Int[Array, "B"] | None = None
     """The first token of each row that windows have seen, where those before it were skipped; None: from 0."""
-    round: Int32[Array, ""] | None = None
-    """Which round of the core this is, from 0; None outside of it."""
+    round: Int32[Array, ""] | Int32[Array, "B"] | None = None
+    """Which round of the core this is, from 0, for all rows or for each; None outside of it."""
     kernels: Implementation | None = struct.field(pytree_node=False, default=None)
     """Form of the attention; None: the best one known."""
     probe: bool = struct.field(pytree_node=False, default=False)

@@ -114,7 +114,8 @@ def moe(
     if past is None or context.round is None or not sizes.replay:
         experts = select()
     else:
-        experts = jax.lax.cond(context.round > 0, lambda: past.experts, select)
+        first = (context.round == 0).reshape(-1, 1, 1)  # of all examples, or of each one
+        experts = jax.lax.cond(jnp.any(first), lambda: jnp.where(first, select(), past.experts), lambda: past.experts)
     shared = 0 if params.shared is None else mlp(x, params.shared, config)
     output = lambda experts: shared + run_experts(x, experts, weigh(scores, experts, sizes), params)
     y = output(experts)

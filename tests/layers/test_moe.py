@@ -234,15 +234,23 @@ def test_bounded_is_scan_with_the_routing_losses(replay, backprop_loops):
         assert_close(bounded, scan)
 
 
-@pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_each_row_counts_its_own_rounds(replay):
+@pytest.mark.parametrize(
+    "replay, backprop_loops",
+    [pytest.param(False, None, marks=pytest.mark.slow), (True, None), (True, 2)],
+)
+def test_each_row_counts_its_own_rounds(replay, backprop_loops):
+    """Routes, counts and gradients; where gradients are cut, rows that begin with their last rounds choose there."""
     config = looped(replay=replay)
     params = weights_of(config)
-    (_, together), _ = full_loss(params, TOKENS, jnp.array(DEPTHS), config=config)
+    form = partial(full_loss, params, config=config, backprop_loops=backprop_loops)
+    (_, together), gradient = form(TOKENS, jnp.array(DEPTHS))
+    parts = []
     for row, depth in enumerate(DEPTHS):
         rows = slice(row, row + 1)
-        (_, alone), _ = full_loss(params, TOKENS[rows], jnp.array([depth]), config=config)
+        (_, alone), part = form(TOKENS[rows], jnp.array([depth]))
         assert_close(jax.tree.map(lambda leaf, rows=rows: leaf[rows], together), alone)
+        parts.append(part)
+    assert_close(gradient, jax.tree.map(lambda *leaves: sum(leaves), *parts), rtol=1e-4)
 
 
 @pytest.mark.parametrize("replay", [False, True])
