@@ -90,7 +90,7 @@ def cached_attention(
 
 
 def _causal_bounds(length: int) -> list[tuple[int, int]]:
-    """At most four blocks of queries: more would skip little and cost compile time; up to 128 one is fastest on a CPU."""
+    """At most four blocks of queries: more would skip little. On a CPU one is fastest up to 128 tokens."""
     block = max(64, -(-length // 4)) if length > 128 else max(length, 1)
     return [(start, min(start + block, length)) for start in range(0, length, block)]
 
