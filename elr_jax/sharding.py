@@ -9,7 +9,9 @@ the tokens of a row. Everything is one program under `jax.jit`: its numbers are 
     with jax.set_mesh(mesh):
         logits = jax.jit(apply, static_argnames=("config", "runtime"))(params, tokens, depth, config=config)
 
-Without a mesh all of it does nothing.
+Without a mesh all of it does nothing. `elr_jax.collectives` counts what a step exchanges: with `fsdp` each matrix
+is gathered where it is used, in the loop's forward rounds once for all of them; gradients of the core are summed over
+devices in every round of the backward pass, those of other layers once.
 """
 
 import math

@@ -59,7 +59,14 @@ def main(name: str, *meshes: str) -> None:
 
     def loss(params, batch, depth):
         total, scores = model.loss(
-            params, batch.tokens, batch.targets, batch.weights, depth, config=config, key=jax.random.key(2)
+            params,
+            batch.tokens,
+            batch.targets,
+            batch.weights,
+            depth,
+            config=config,
+            key=jax.random.key(2),
+            backprop_loops=2 if name == "ced" else None,
         )
         return total + sum(jnp.sum(one.balance) for one in scores.routing)
 

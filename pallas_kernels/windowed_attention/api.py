@@ -110,7 +110,10 @@ Segments = tuple[SegmentIds, SegmentIds]
 
 def _segments(segment_ids: SegmentIds | None, lengths: Int[Array, "B"] | None, shape: tuple[int, ...]) -> Segments:
     """Positive ids of the queries and of the keys; those of a query and a key beyond a row's length match nothing."""
-    ids = jnp.ones(shape, jnp.int32) if segment_ids is None else segment_ids - jnp.min(segment_ids) + 1
+    if segment_ids is None:
+        ids = jnp.ones(shape, jnp.int32)
+    else:  # by row: devices with other rows have no say
+        ids = segment_ids - jnp.min(segment_ids, axis=1, keepdims=True) + 1
     if lengths is None:
         return ids, ids
     real = jnp.arange(shape[1]) < lengths[:, None]

@@ -1,0 +1,114 @@
+"""What devices exchange in a compiled program: counted from its text, without running it.
+
+    program = jax.jit(step, …).lower(…).compile()
+    for one in collectives(program.as_text()): one.op, one.bytes, one.runs, one.rounds, one.scope
+
+XLA may still merge, split or hide them behind computation; the counts are those of the text.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
+_OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<op>{_OPS})(?P<start>-start)?\(")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+class Collective(NamedTuple):
+    """One instruction that exchanges data between the devices of a group."""
+
+    op: str
+    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    bytes: int
+    """Of the whole array, of which a device of an all-gather or reduce-scatter holds a piece."""
+    group: int
+    """Devices that take part; 1 where the text does not say."""
+    runs: int
+    """How often it runs, by the loops around it whose lengths are known."""
+    rounds: bool
+    """Whether it runs so often in every round of a loop whose length is known only at run time."""
+    scope: str
+    """The names around it, `jax.named_scope`s among them."""
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that a device sends in one run of a ring: (g−1)/g of the whole, twice for an all-reduce."""
+        if self.op == "collective-permute":
+            return self.bytes
+        return (2 if self.op == "all-reduce" else 1) * self.bytes * (self.group - 1) / max(self.group, 1)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective of a compiled program's text, `compiled.as_text()`, in its order.
+
+    Those of a computation that is called from several places are listed once for each.
+    """
+    computations, entry = _computations(text)
+
+    def walk(name: str, runs: int, rounds: bool) -> Iterator[Collective]:
+        for line in computations.get(name, ()):
+            found = _COLLECTIVE.search(line)
+            if found:
+                yield _collective(line, found, runs, rounds)
+            here, unknown = runs, rounds
+            if " while(" in line:
+                trips = _TRIPS.search(line)
+                here, unknown = runs * int(trips.group(1) if trips else 1), rounds or trips is None
+            branches = _BRANCHES.search(line)
+            inner = _CALLED.findall(line) + ([] if branches is None else re.findall(r"[\w.\-]+", branches.group(1)))
+            for one in inner:
+                yield from walk(one, here, unknown)
+
+    return list(walk(entry, 1, False))
+
+
+def totals(found: list[Collective]) -> dict[str, dict[str, list[int]]]:
+    """By op, apart for what runs in a round and what runs once: {op: {"once" or "a round": [runs, bytes, largest]}}."""
+    summed: dict[str, dict[str, list[int]]] = {}
+    for one in found:
+        entry = summed.setdefault(one.op, {}).setdefault("a round" if one.rounds else "once", [0, 0, 0])
+        entry[:] = entry[0] + one.runs, entry[1] + one.runs * one.bytes, max(entry[2], one.bytes)
+    return summed
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation by name, and the name of the one that is the program."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            lines = computations.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif line.startswith(" "):
+            lines.append(line)
+    return computations, entry
+
+
+def _collective(line: str, found: re.Match[str], runs: int, rounds: bool) -> Collective:
+    op, group, scope = found["op"], _group(line), re.search(r'op_name="([^"]*)"', line)
+    arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", re.sub(r"/\*.*?\*/", "", found["shape"]))
+    sizes = [math.prod(int(n) for n in dims.split(",") if n) * _SIZES.get(kind, 4) for kind, dims in arrays]
+    if found["start"] and op in ("all-gather", "collective-permute"):
+        sizes = sizes[len(sizes) // 2 :] if op == "all-gather" else sizes[1:2]  # operands stand before results
+    size = sum(sizes) * (group if op == "reduce-scatter" else 1)
+    return Collective(op, size, group, runs, rounds, "" if scope is None else scope.group(1))
+
+
+def _group(line: str) -> int:
+    """Devices of a group, from any of the ways in which XLA writes them."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if mesh:
+        sizes = dict(part.split("=") for part in mesh.group(1).split(","))
+        return math.prod(int(sizes[axis.strip()]) for axis in mesh.group(2).split(","))
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
+    if iota:
+        return int(iota.group(2))
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return 1 if listed is None else len(listed.group(1).split(","))

@@ -1,0 +1,78 @@
+"""Collectives of a training step on 1, 2, 4 and 8 CPU devices, two rows on each; run where there are eight.
+
+With `--write` to `golden/collectives.json`, whose README has the command, without it as JSON to the terminal.
+"""
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from elr_jax import flops, presets
+from elr_jax.collectives import collectives, totals
+from elr_jax.config import AttentionConfig, MLPConfig, Runtime
+from elr_jax.depth import PerExample
+from elr_jax.sharding import batch_sharding, make_mesh
+from elr_jax.train.data import Batch
+from elr_jax.train.optim import OptimConfig
+from elr_jax.train.settings import Recipe
+from elr_jax.train.step import init_state, optimizer_for, state_shardings, train_step
+
+GOLDEN = Path(__file__).parent / "golden" / "collectives.json"
+MESHES = ("data=1", "data=8", "fsdp=2", "fsdp=4", "fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2")
+LENGTH = 32
+
+
+def count(text: str) -> dict:
+    """Runs and bytes of one mesh's step by op."""
+    devices = 1
+    for part in text.split(","):
+        devices *= int(part.split("=")[1])
+    mesh = make_mesh(text, devices=jax.devices()[:devices])
+    rows = 2 * devices
+    recipe = Recipe(
+        model=model(),
+        depth=PerExample(max_loops=4),
+        optim=OptimConfig(optimizer="adamw", warmup_steps=1),
+        steps=4,
+        batch_size=rows,
+        microbatches=1,
+    )
+    optimizer = optimizer_for(recipe)
+    shardings = state_shardings(recipe, mesh)
+    placed = lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
+    state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe, optimizer)), shardings)
+    ids, ones = (jax.ShapeDtypeStruct((rows, LENGTH), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(tokens=ids, targets=ids, weights=ones, segment_ids=ids)
+    batch = jax.tree.map(lambda one: placed(one, batch_sharding(mesh, one.shape)), batch)
+    step = partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime())
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step, out_shardings=(shardings, None)).lower(state, batch).compile()
+    return totals(collectives(compiled.as_text()))
+
+
+def model():
+    """Three blocks of width 64, one of them looped."""
+    sizes = {"attention": AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=16), "mlp": MLPConfig(d_ff=256)}
+    stacks = {"prelude": "*-", "core": "*-", "coda": "*-"}
+    return dataclasses.replace(presets.tiny_text(), d_model=64, vocab_size=256, **sizes, **stacks)
+
+
+def main() -> None:
+    """Count on every mesh."""
+    found = {
+        "jax": jax.__version__,
+        "parameter bytes": 4 * flops.num_params(model()),
+        "steps": {text: count(text) for text in MESHES},
+    }
+    if "--write" in sys.argv:
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The collectives of a compiled program: their text is read right, and those of a training step are as recorded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from collective_counts import GOLDEN, LENGTH, MESHES
+
+from elr_jax.collectives import Collective, collectives, totals
+
+HERE = Path(__file__).parent
+PROGRAM = """HloModule jit_step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%round (state: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %piece = f32[8,4]{1,0} get-tuple-element(%state), index=1
+  %whole = bf16[64,4]{1,0} all-gather(%piece), replica_groups=[1,8]<=[8], metadata={op_name="jit(f)/core/dot"}
+  %inner = (s32[]) while(%other), condition=%test, body=%fixed, backend_config={"known_trip_count":{"n":"5"}}
+}
+
+%fixed (state: (s32[])) -> (s32[]) {
+  %next = f32[3]{0} collective-permute(%value), source_target_pairs={{0,1},{1,0}}
+}
+
+ENTRY %main (weights: f32[8,4]) -> f32[8,4] {
+  %pieces = f32[2,4]{1,0} reduce-scatter(%weights), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %both = (f32[64,4]{1,0}, /*index=1*/f32[]) all-reduce(%a, %b), replica_groups=mesh['x'=2,'y'=4] {'x','y'}
+  %begun = (f32[8,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%weights), replica_groups=[1,8]<=[8], dimensions={0}
+  %rounds = (s32[], f32[8,4]) while(%begin), condition=%test, body=%round
+  %cases = f32[] conditional(%which), branch_computations={%fixed, %fixed}
+}
+"""
+
+
+def test_every_op_is_counted_with_its_bytes_group_and_runs():
+    assert collectives(PROGRAM) == [
+        Collective("reduce-scatter", 4 * 2 * 4 * 4, 4, 1, False, ""),
+        Collective("all-reduce", 4 * (64 * 4 + 1), 8, 1, False, ""),
+        Collective("all-gather", 4 * 64 * 4, 8, 1, False, ""),
+        Collective("all-gather", 2 * 64 * 4, 8, 1, True, "jit(f)/core/dot"),
+        Collective("collective-permute", 12, 1, 5, True, ""),
+        Collective("collective-permute", 12, 1, 1, False, ""),
+        Collective("collective-permute", 12, 1, 1, False, ""),
+    ]
+    assert totals(collectives(PROGRAM))["collective-permute"] == {"a round": [5, 60, 12], "once": [2, 24, 12]}
+    assert [one.traffic for one in collectives(PROGRAM)[:3]] == [96, 2 * 1028 * 7 / 8, 896]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(GOLDEN.read_text())
+
+
+def test_what_is_recorded_is_as_designed(recorded):
+    """Weights are gathered one matrix at a time, and more devices exchange no more each."""
+    steps, weights = recorded["steps"], recorded["parameter bytes"]
+    assert steps["data=1"] == {}
+    rows = 4 * 3 * 16 * LENGTH + 4 * 16 * LENGTH  # the batch is sorted by depth across devices
+    assert steps["data=8"]["all-gather"]["once"][1] <= rows and "a round" not in steps["data=8"]["all-gather"]
+    assert weights * 0.6 < steps["data=8"]["all-reduce"]["once"][1] < weights
+    gathered = [steps[f"fsdp={n}"]["all-gather"] for n in (2, 4, 8)]
+    assert len({tuple(one["a round"]) for one in gathered}) == 1, "weak scaling"
+    for one in gathered:
+        assert max(one["once"][2], one["a round"][2]) <= 4 * 64 * 256, "the largest matrix"
+
+
+@pytest.mark.slow
+def test_a_training_step_exchanges_what_is_recorded(recorded):
+    if recorded["jax"] != jax.__version__:
+        pytest.skip(f"recorded with jax {recorded['jax']}; XLA decides on the counts")
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
+    }
+    command = [sys.executable, HERE / "collective_counts.py"]
+    printed = subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True, text=True).stdout
+    assert json.loads(printed) == recorded and list(recorded["steps"]) == list(MESHES)
