@@ -10,12 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elr_jax.config import AttentionConfig, ConditioningConfig, MLPConfig, ModelConfig
-from elr_jax.depth import DepthLaw, Fixed, PerExample
-from elr_jax.presets import PLAIN, TINY_CONDITIONING, elr_30b_a3b, koi_4b, tiny_hybrid, tiny_moe
+from elr_jax.depth import DepthLaw, Fixed, PerExample, PoissonDepth
+from elr_jax.presets import (
+    PLAIN,
+    TINY_CONDITIONING,
+    CedStack,
+    ced,
+    elr_30b_a3b,
+    koi_4b,
+    tiny_ced,
+    tiny_hybrid,
+    tiny_moe,
+)
 from elr_jax.train.data import DataConfig
 from elr_jax.train.settings import Recipe
+from experiments.elastic_text.cells import Size, size_of
 from experiments.elastic_text.cells import recipe as text_recipe
-from experiments.elastic_text.cells import size_of
+from experiments.looped_text import LoopedText
 from experiments.pointer_chase.cells import cells as chase_cells
 from experiments.sweep import Cell, Flags, Preset
 from experiments.tasks import RoutedText, Text
@@ -55,7 +66,36 @@ def references(preset: Preset, data: DataConfig) -> dict[str, Cell]:
             recipe = dataclasses.replace(recipe, steps=steps, batch_size=8, microbatches=2)
         task = RoutedText(data=size.data) if model.moe else text.task
         own[name] = dataclasses.replace(text, recipe=recipe, task=task)
-    return {"text": text, "chase": chase, **own}
+    return {"text": text, "chase": chase, **own, "ced": _encoder_decoder(preset, size, text)}
+
+
+def _encoder_decoder(preset: Preset, size: Size, text: Cell) -> Cell:
+    """The causal encoder-decoder with its encoder looped, at stochastic depth."""
+    model = ced("encoder") if preset == "paper" else tiny_ced("encoder")
+    recipe = dataclasses.replace(text_recipe(size, PoissonDepth(rate=4, max_loops=8), model), backprop_loops=4)
+    task = LoopedText(data=size.data, rounds=4)
+    if preset == "paper":  # 40 tokens a parameter
+        recipe = dataclasses.replace(recipe, depth=PoissonDepth(rate=8, max_loops=24), steps=12_000)
+        task = dataclasses.replace(task, rounds=8, copied=128)
+    elif preset == "cpu":
+        recipe = dataclasses.replace(recipe, steps=200, batch_size=8, microbatches=2)
+    else:
+        attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, window=4)
+        recipe = with_model(recipe, d_model=16, attention=attention, mlp=MLPConfig(d_ff=32, kind="squared_relu"))
+        task = dataclasses.replace(task, chunk=4, copied=4)
+    return dataclasses.replace(text, recipe=recipe, task=task)
+
+
+def stacked(stack: CedStack, *, looped: bool = True) -> Variant:
+    """Other layers of the causal encoder-decoder's family; every layer once where it is not looped."""
+
+    def change(recipe: Recipe) -> Recipe:
+        make = tiny_ced if recipe.model.d_model <= 128 else ced
+        other = make(stack)
+        recipe = with_model(recipe, prelude=other.prelude, core=other.core, coda=other.coda)
+        return recipe if looped else dataclasses.replace(plain(recipe), backprop_loops=None)
+
+    return change
 
 
 def backbones(preset: Preset) -> dict[str, ModelConfig]:

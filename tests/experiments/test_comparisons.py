@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from elr_jax import parameters
+from elr_jax.config import LoopRule
+from elr_jax.depth import Fixed
 from elr_jax.presets import elr_30b_a3b, koi_4b
 from elr_jax.train.data import Batch, DataConfig
 from experiments.bases import references
 from experiments.elastic_text.cells import cells as elastic_cells
 from experiments.elastic_text.cells import size_of
+from experiments.looped_text import cache_losses, copy_gains, motion, position_losses, prefill_losses
 from experiments.pointer_chase.cells import cells as chase_cells
 from experiments.results import FILE, Results, read_lines
 from experiments.sweep import ROOT
@@ -21,10 +24,23 @@ from experiments.tasks import cosines, overlaps
 
 RECIPES = ("update_rules", "loop_sampling", "fixed_vs_mixed", "conditioning", "late_switch", "loop_distribution")
 """Questions on the shared text and the pointer chase."""
-QUESTIONS = (*RECIPES, "gdp_hybrid", "route_replay")
+LOOPED = ("ced_loop_placement", "ced_last_round_kv", "ced_prefill_rounds", "ced_recall")
+QUESTIONS = (*RECIPES, "gdp_hybrid", "route_replay", *LOOPED)
 
 
-METRICS = ("bits_per_byte", "accuracy", "overlap", "cosine", "switch_cost")
+METRICS = (
+    "bits_per_byte",
+    "accuracy",
+    "overlap",
+    "cosine",
+    "switch_cost",
+    "prefill_bits",
+    "cache_bits",
+    "residuals",
+    "copy_gain",
+    "bits_by_position",
+)
+NUMBERS = ("replay_time", "contraction", "settled", "cycling")
 
 
 def cells_of(question, preset="cpu"):
@@ -46,6 +62,8 @@ def test_variants_share_everything_but_what_they_ask(question):
         rate = base.recipe.optim.condition_lr_scale
         optim = dataclasses.replace(cell.recipe.optim, condition_lr_scale=rate)
         same = dataclasses.replace(cell.recipe, model=base.recipe.model, depth=base.recipe.depth, optim=optim)
+        if cell.recipe.depth == Fixed(loops=1):  # of one round nothing is left out
+            same = dataclasses.replace(same, backprop_loops=base.recipe.backprop_loops)
         assert same == base.recipe and cell.task == base.task, name
     assert any(cell.headline for cell in cells.values())
 
@@ -89,9 +107,8 @@ def test_claims_read_the_cells_there_are(question):
     for seed in (0, 1):
         for name, cell in cells.items():
             loops = cell.recipe.model.loop.max_loops
-            metrics = {metric: [2.0 + seed - 0.1 * k for k in range(loops)] for metric in METRICS} | {
-                "replay_time": 0.9
-            }
+            metrics = {metric: [2.0 + seed - 0.1 * k for k in range(max(loops, 4))] for metric in METRICS}
+            metrics |= {"bits_per_byte": metrics["bits_per_byte"][:loops], **dict.fromkeys(NUMBERS, 0.9)}
             lines.append({"preset": "cpu", "cell": name, "seed": seed, "digest": "", "metrics": metrics, **cost})
     results = Results(lines, "cpu")
     claims = importlib.import_module(f"experiments.{question}.claims").CLAIMS
@@ -114,6 +131,8 @@ def test_claims_read_the_cells_there_are(question):
                 ("loop_distribution", "chase_ends"),
                 ("gdp_hybrid", "hybrid_elastic"),
                 ("route_replay", "moe_replay"),
+                ("ced_last_round_kv", "ced_encoder_loop_fixed"),
+                ("ced_recall", "ced_yoco_loop"),
             )
         ),
     ],
@@ -164,6 +183,30 @@ def test_routes_are_measured_on_the_core_alone():
     same = dataclasses.replace(params, core=core)
     np.testing.assert_array_equal(overlaps(same, batch, config=model), 1)
     np.testing.assert_allclose(cosines(same, batch, config=replayed), 1, atol=1e-5)
+
+
+def test_measures_of_a_loop_that_does_nothing():
+    """A core whose state stays where it is has settled, and no cache or prompt makes a difference to it."""
+    cell = cells_of("ced_last_round_kv", "smoke")["ced_encoder_loop"]
+    loop = LoopRule(initial="copy", update="delta", max_loops=4)
+    model = dataclasses.replace(cell.recipe.model, loop=loop)
+    params = parameters.init(jax.random.key(0), model)
+    still = dataclasses.replace(params, loop=jax.tree.map(jnp.zeros_like, params.loop))
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 257)
+    ones = jnp.ones(tokens.shape)
+    batch = Batch(tokens=tokens, targets=tokens, weights=ones, segment_ids=ones.astype(jnp.int32))
+    key = jax.random.key(2)
+    cached = cache_losses(still, batch, key, config=model, chunk=4)
+    np.testing.assert_allclose(cached[0], cached[1], rtol=1e-5)
+    prefilled = prefill_losses(still, batch, key, config=model, chunk=4)
+    np.testing.assert_allclose(prefilled, prefilled[0], rtol=1e-5)
+    longer = dataclasses.replace(model, loop=dataclasses.replace(model.loop, max_loops=16))
+    settled, cycling, _, *residuals = motion(still, batch, key, config=longer)
+    assert (settled, cycling) == (1, 0) and len(residuals) == 16 and not np.any(residuals)
+    gains = copy_gains(still, batch, key, config=model, copied=4)
+    assert gains.shape == (3,) and np.isfinite(gains).all()
+    loss, weight = position_losses(still, batch, key, config=model)
+    assert loss.shape == weight.shape == (16,) and weight[0] == 2
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -1,0 +1,1 @@
+"""Whether a cache of the last round alone is enough, after stochastic and after fixed training."""

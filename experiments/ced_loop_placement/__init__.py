@@ -1,0 +1,1 @@
+"""Where a causal encoder-decoder should loop, beside looped dense stacks."""

@@ -1,0 +1,1 @@
+"""Prompts read in fewer rounds than what is generated after them."""
