@@ -37,11 +37,13 @@ CLAIMS = (
             f"last round minus per round: encoder loop {_cost(results, 'encoder_loop')}, "
             f"dense loop {_cost(results, 'dense_loop')}"
         ),
+        verdict="promising",
     ),
     Claim(
         claim="after training at one depth it fails",
         source="+0.0317",
         ours=lambda results: f"last round minus per round {_cost(results, 'encoder_loop_fixed')}",
+        verdict="worked",
     ),
     Claim(
         claim="stochastic depth makes the state settle, one depth makes it cycle",
@@ -51,5 +53,6 @@ CLAIMS = (
             f"{results.mean(f'ced_{name}', 'settled'):.2f}, cycling {results.mean(f'ced_{name}', 'cycling'):.2f}"
             for name in ("encoder_loop", "encoder_loop_fixed")
         ),
+        verdict="mixed",
     ),
 )
