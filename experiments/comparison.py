@@ -89,7 +89,7 @@ def report(
     path = Path("figures") / f"{preset}.png"
     if tasks:
         with figure(folder / path, columns=len(tasks) + len(panels)) as axes:
-            for axis, task in zip(axes, tasks, strict=False):
+            for axis, task in zip(axes[: len(tasks)], tasks, strict=True):
                 draw(axis, results, finished[task], SCORES[task])
             for axis, panel in zip(axes[len(tasks) :], panels, strict=True):
                 draw_panel(axis, results, names, panel)

@@ -5,6 +5,7 @@ With `--write` to `golden/collectives.json`, whose README has the command, witho
 
 import dataclasses
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,16 +24,23 @@ from elr_jax.train.settings import Recipe
 from elr_jax.train.step import init_state, optimizer_for, state_shardings, train_step
 
 GOLDEN = Path(__file__).parent / "golden" / "collectives.json"
-MESHES = ("data=1", "data=8", "fsdp=2", "fsdp=4", "fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2")
+SIZES = (
+    {"data": 1},
+    {"data": 8},
+    {"fsdp": 2},
+    {"fsdp": 4},
+    {"fsdp": 8},
+    {"data": 2, "fsdp": 4},
+    {"fsdp": 4, "tensor": 2},
+)
+MESHES = {",".join(f"{axis}={size}" for axis, size in sizes.items()): sizes for sizes in SIZES}
 LENGTH = 32
 
 
-def count(text: str) -> dict:
+def count(sizes: dict[str, int]) -> dict:
     """Runs and bytes of one mesh's step by op."""
-    devices = 1
-    for part in text.split(","):
-        devices *= int(part.split("=")[1])
-    mesh = make_mesh(text, devices=jax.devices()[:devices])
+    devices = math.prod(sizes.values())
+    mesh = make_mesh(sizes, devices=jax.devices()[:devices])
     rows = 2 * devices
     recipe = Recipe(
         model=model(),
@@ -67,7 +75,7 @@ def main() -> None:
     found = {
         "jax": jax.__version__,
         "parameter bytes": 4 * flops.num_params(model()),
-        "steps": {text: count(text) for text in MESHES},
+        "steps": {text: count(sizes) for text, sizes in MESHES.items()},
     }
     if "--write" in sys.argv:
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,18 +1,14 @@
 """The collectives of a compiled program: their text is read right, and those of a training step are as recorded."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 from collective_counts import GOLDEN, LENGTH, MESHES
+from devices import on_eight_devices
 
 from elr_jax.collectives import Collective, collectives, totals
 
-HERE = Path(__file__).parent
 PROGRAM = """HloModule jit_step
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -75,10 +71,4 @@ def test_what_is_recorded_is_as_designed(recorded):
 def test_a_training_step_exchanges_what_is_recorded(recorded):
     if recorded["jax"] != jax.__version__:
         pytest.skip(f"recorded with jax {recorded['jax']}; XLA decides on the counts")
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
-    }
-    command = [sys.executable, HERE / "collective_counts.py"]
-    printed = subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True, text=True).stdout
-    assert json.loads(printed) == recorded and list(recorded["steps"]) == list(MESHES)
+    assert json.loads(on_eight_devices("collective_counts.py")) == recorded and list(recorded["steps"]) == list(MESHES)

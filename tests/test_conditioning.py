@@ -174,9 +174,7 @@ def gradient(params, depth, *, config, runtime, backprop_loops=None):
 )
 def test_bounded_is_scan_bit_for_bit(name, remat, backprop_loops):
     _, config = configure(name, prelude="", core="-", coda="-")
-    if (
-        backprop_loops is not None
-    ):  # two rounds at least on both sides: XLA unrolls a scan of one, and rounds differently
+    if backprop_loops is not None:  # two rounds in each part: XLA unrolls a scan of one, and rounds differently
         loop = dataclasses.replace(config.loop, max_loops=backprop_loops + 2)
         config = dataclasses.replace(config, loop=loop)
     params = params_of(config)

@@ -1,13 +1,9 @@
 """Meshes, rules, and that a model on eight devices is the model on one, whatever the mesh and the kind of its axes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 from cases import RULES, small_model
+from devices import on_eight_devices
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from elr_jax import parameters
@@ -35,12 +31,8 @@ def mesh_of(**sizes):
 )
 def test_eight_devices_are_one(name, meshes):
     """Loss, gradients, a training step and generated tokens; on Auto and, by `auto_axes`, on Explicit axes."""
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{here}{os.pathsep}{here.parent}",
-    }
-    subprocess.run([sys.executable, here / "sharded.py", name, *meshes], env=environment, check=True, timeout=900)
+    printed = on_eight_devices("sharded.py", name, *meshes)
+    assert printed.splitlines() == [f"{name} {mesh} equal" for mesh in meshes]
 
 
 def test_every_parameter_is_cut_by_its_logical_axes():
