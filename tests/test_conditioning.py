@@ -204,7 +204,8 @@ def test_cut_gradients_of_rows_told_other_rounds_are_those_of_each_alone():
     alone = [gradient(params, TOKENS[row : row + 1], jnp.array([depth[row]]), cut=1) for row in range(3)]
     assert_close(logits, jnp.concatenate([one for _, one in alone]), rtol=2e-5)
     assert_close(together, jax.tree.map(lambda *parts: sum(parts), *(one for one, _ in alone)), rtol=5e-5)
-    whole, _ = gradient(params, TOKENS, jnp.array(depth), cut=None)
+    whole, expected = gradient(params, TOKENS, jnp.array(depth), cut=None)
+    assert_close(logits, expected, rtol=2e-5)
     assert jnp.abs(whole.conditioning.progress.output - together.conditioning.progress.output).max() > 1e-4
 
 

@@ -251,6 +251,9 @@ def test_each_row_counts_its_own_rounds(replay, backprop_loops):
         assert_close(jax.tree.map(lambda leaf, rows=rows: leaf[rows], together), alone)
         parts.append(part)
     assert_close(gradient, jax.tree.map(lambda *leaves: sum(leaves), *parts), rtol=1e-4)
+    if backprop_loops is not None:
+        (_, whole), _ = full_loss(params, TOKENS, jnp.array(DEPTHS), config=config)
+        assert_close(together, whole)
 
 
 @pytest.mark.parametrize("replay", [False, True])
