@@ -91,7 +91,7 @@ def layer_specs(config: ModelConfig) -> LayerCondition | None:
 def round_conditions(
     params: Conditioning | None, depth: Depth, config: ModelConfig, *, dtype: Any
 ) -> Conditions | None:
-    """c [R+1,B,C] of rounds 1 … max_loops of each row, and last of the coda; float32, or float64 if `dtype` is that.
+    """c [B,R+1,C] of rounds 1 … max_loops of each row, and last of the coda; float32, or float64 if `dtype` is that.
 
     τ stays at 1 from a row's last round on, so the entry after max_loops is every row's coda. A row of depth 0 counts
     as one of a single round: its results mean nothing but must be finite.
@@ -100,12 +100,12 @@ def round_conditions(
         return None
     rounds = config.loop.max_loops
     with jax.named_scope("condition"):
-        k = jnp.maximum(depth, 1).astype(jnp.promote_types(dtype, jnp.float32))
-        i = jnp.arange(1, rounds + 2, dtype=k.dtype)[:, None]
-        told = ((params.progress, jnp.minimum(i / k, 1.0)), (params.budget, (k / rounds)[None]))
+        k = jnp.maximum(depth, 1).astype(jnp.promote_types(dtype, jnp.float32))[:, None]
+        i = jnp.arange(1, rounds + 2, dtype=k.dtype)
+        told = ((params.progress, jnp.minimum(i / k, 1.0)), (params.budget, k / rounds))
         parts = [_embed(embedder, number) for embedder, number in told if embedder is not None]
         c = functools.reduce(jnp.add, parts)
-        return jnp.broadcast_to(c, (rounds + 1, *c.shape[1:]))
+        return jnp.broadcast_to(c, (c.shape[0], rounds + 1, c.shape[2]))
 
 
 def enter_layer(x: Hidden, params: LayerCondition | None, c: Float[Array, "B C"] | None) -> Hidden:
@@ -135,7 +135,7 @@ def sines(x: Float[Array, "*batch"], count: int) -> Float[Array, "*batch count"]
     return jnp.concatenate([jnp.cos(phase), jnp.sin(phase)], axis=-1)
 
 
-def _embed(params: Embedder, number: Float[Array, "R B"]) -> Float[Array, "R B C"]:
+def _embed(params: Embedder, number: Float[Array, "B R"]) -> Float[Array, "B R C"]:
     hidden = wide_product(sines(number, params.hidden.shape[0]), params.hidden)
     return wide_product(jax.nn.silu(hidden), params.output)
 

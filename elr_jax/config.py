@@ -359,6 +359,12 @@ class Runtime:
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
     remat: Literal["none", "dots", "layer", "round"] = "layer"
     """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
+    gather_core: bool = True
+    """On a mesh with `data` or `fsdp`: gather the core's weights before its rounds and sum their gradients after them.
+
+    Each device then needs memory for the whole core and its gradient, and runs as many rounds as its own rows need;
+    as any rows need where another axis cuts them. False exchanges weights and gradients in every round.
+    """
     kernels: Literal["auto", "xla", "pallas_tpu", "pallas_gpu"] = "auto"
     """Form of the fused operations: the best one known for the platform, or one that runs or says why it can't."""
 

@@ -283,14 +283,17 @@ def sort_by_depth(depth: Depth, microbatches: int) -> Int32[Array, "B"]:
     Deepest first, equal depths in their old order. The deepest part needs the most memory, so a step that does not fit
     fails in its first part; every order of the parts costs the same.
     """
-    _rows_per_microbatch(depth.shape[0], microbatches)
+    _rows_per_part(depth.shape[0], microbatches)
     return jnp.argsort(-depth, stable=True).astype(jnp.int32)
 
 
-def executed_rounds(depth: Depth | np.ndarray, microbatches: int) -> Any:
-    """Row-rounds a step runs with its rows in the given order: Σ over microbatches of rows · deepest row."""
-    rows = _rows_per_microbatch(depth.shape[0], microbatches)
-    return rows * depth.reshape(microbatches, rows).max(axis=1).sum()
+def executed_rounds(depth: Depth | np.ndarray, parts: int) -> Any:
+    """Row-rounds a step runs with its rows in the given order: Σ over equal consecutive parts of rows · deepest row.
+
+    Parts are microbatches or, where ranks run apart, the ranks' parts of them.
+    """
+    rows = _rows_per_part(depth.shape[0], parts)
+    return rows * depth.reshape(parts, rows).max(axis=1).sum()
 
 
 def useful_rounds(depth: Depth | np.ndarray) -> Any:
@@ -298,10 +301,10 @@ def useful_rounds(depth: Depth | np.ndarray) -> Any:
     return depth.sum()
 
 
-def _rows_per_microbatch(batch_size: int, microbatches: int) -> int:
-    if microbatches < 1 or batch_size % microbatches:
-        raise ElrError(f"a batch of {batch_size} rows can't be cut into microbatches={microbatches}: use a divisor")
-    return batch_size // microbatches
+def _rows_per_part(batch_size: int, parts: int) -> int:
+    if parts < 1 or batch_size % parts:
+        raise ElrError(f"a batch of {batch_size} rows can't be cut into {parts} equal parts: use a divisor")
+    return batch_size // parts
 
 
 def _draw(key: PRNGKeyArray, probabilities: np.ndarray) -> Int32[Array, ""]:

@@ -24,6 +24,7 @@ from elr_jax.layers.linear import product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogonal, truncated_normal, vector
 from elr_jax.rounds import bounded_rounds, scan_rounds
+from elr_jax.sharding import in_step
 from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int32, Key, Positions, widen
 from pallas_kernels.contract import Implementation
 from pallas_kernels.gated_update import gated_update
@@ -143,7 +144,8 @@ def run_loop(
     def repeat(most: int, carry: tuple[Hidden, Carried], operands: RoundOperands) -> tuple[Hidden, Carried]:
         if runtime.loop == "scan":
             return scan_rounds(body, most, carry, operands)
-        return bounded_rounds(body, most, jnp.minimum(jnp.max(operands.depth), most), carry, operands)
+        last = jnp.minimum(in_step(jnp.max(operands.depth)), most)
+        return bounded_rounds(body, most, last, carry, operands)
 
     carry, rounds = (state, carried), config.loop.max_loops
     if backprop_loops is not None and backprop_loops < rounds:

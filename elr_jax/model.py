@@ -1,6 +1,7 @@
 """A model as pure functions of parameters, tokens and a depth per example: prelude, looped core, coda, head."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +17,11 @@ from elr_jax.layers.attention import KV
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.moe import Routing
 from elr_jax.layers.norms import rms_norm, unit_norm
-from elr_jax.loop import initial_noise, run_loop, trajectory
+from elr_jax.loop import LoopParams, initial_noise, run_loop, trajectory
 from elr_jax.losses import TokenScores, linear_cross_entropy
-from elr_jax.parameters import Params, WorkingCopy, cast
+from elr_jax.parameters import Params, WorkingCopy, cast, param_specs
 from elr_jax.residual import SubLayer, apply_stack
-from elr_jax.sharding import constrain
+from elr_jax.sharding import constrain, on_own_rows
 from elr_jax.typing import (
     Array,
     Conditions,
@@ -128,18 +129,27 @@ def _outcome(
     entry, context, noise, before = _enter(params, tokens, config, runtime, segment_ids, positions, key)
     context = dataclasses.replace(context, probe=probe)
     conditions = round_conditions(params.conditioning, depth, config, dtype=runtime.dtype)
-    state, (during, shared) = run_loop(
-        entry,
-        depth,
-        params.loop,
-        (params.core, context, conditions),
-        core=_core(config, runtime),
-        config=config,
-        runtime=runtime,
-        noise=noise,
-        backprop_loops=backprop_loops,
-        carried=_start_core(config, runtime, *tokens.shape),
-    )
+
+    def rounds(weights: tuple[LoopParams, tuple[SubLayer, ...]], rows: Any) -> tuple[Hidden, Any]:
+        (loop, stack), (entry, depth, noise, context, conditions, carried) = weights, rows
+        return run_loop(
+            entry,
+            depth,
+            loop,
+            (stack, context, conditions),
+            core=_core(config, runtime),
+            config=config,
+            runtime=runtime,
+            noise=noise,
+            backprop_loops=backprop_loops,
+            carried=carried,
+        )
+
+    carried = _start_core(config, runtime, *tokens.shape)
+    weights, rows = (params.loop, params.core), (entry, depth, noise, context, conditions, carried)
+    specs = param_specs(config)
+    apart = partial(on_own_rows, rounds, specs=(specs.loop, specs.core)) if runtime.gather_core else rounds
+    state, (during, shared) = apart(weights, rows)
     if shared is not None:
         context = dataclasses.replace(context, shared=shared)
     with jax.named_scope("coda"):
@@ -206,11 +216,11 @@ def _core(config: ModelConfig, runtime: Runtime):
 
 def in_round(context: Context, conditions: Conditions | None, i: int | Int32[Array, ""] | Int32[Array, "B"]) -> Context:
     """The context of round i, or i of each example (from 0; −1: the coda), with what layers are told there."""
-    here = (i, jnp.arange(conditions.shape[1])) if conditions is not None and jnp.ndim(i) else i
+    rows = slice(None) if conditions is None or jnp.ndim(i) == 0 else jnp.arange(conditions.shape[0])
     return dataclasses.replace(
         context,
         round=None if isinstance(i, int) else i,
-        condition=None if conditions is None else conditions[here],
+        condition=None if conditions is None else conditions[rows, i],
     )
 
 
@@ -239,7 +249,8 @@ def _enter(
 
 def embed(params: Params, tokens: Tokens, config: ModelConfig, runtime: Runtime) -> Hidden:
     """The tokens' embeddings, what the first layer reads."""
-    x = constrain(params.embedding[tokens].astype(runtime.dtype), "batch", "sequence", None)
+    table = constrain(params.embedding, "vocab", None)  # gathered for use: what rows it gives are cut by batch alone
+    x = constrain(table[tokens].astype(runtime.dtype), "batch", "sequence", None)
     return unit_norm(x, eps=config.norm_eps) if config.sphere and config.sphere.embedding_norm else x
 
 

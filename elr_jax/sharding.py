@@ -9,27 +9,28 @@ the tokens of a row. Everything is one program under `jax.jit`: its numbers are 
     with jax.set_mesh(mesh):
         logits = jax.jit(apply, static_argnames=("config", "runtime"))(params, tokens, depth, config=config)
 
-Without a mesh all of it does nothing. `elr_jax.collectives` counts what a step exchanges: with `fsdp` each matrix
-is gathered where it is used, in the loop's forward rounds once for all of them; gradients of the core are summed over
-devices in every round of the backward pass, those of other layers once.
+Without a mesh all of it does nothing. With `fsdp` each matrix is gathered where it is used, those of the core once
+before its loop (`Runtime.gather_core`); every gradient is summed over devices once. `elr_jax.collectives` counts what
+a step exchanges.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from elr_jax.errors import ElrError
 from elr_jax.params import ParamSpec, map_specs
-from elr_jax.typing import Array
+from elr_jax.typing import Array, Int32
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
 EXPERT_AXIS = "expert"
 
 MeshAxes = tuple[str, ...]
+Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class Rules:
 
 
 DEFAULT_RULES = Rules()
-ACTIVATIONS = {"batch": ("data", "fsdp", EXPERT_AXIS), "sequence": ("sequence",)}
+RANKS = ("data", "fsdp")
+ACTIVATIONS = {"batch": (*RANKS, EXPERT_AXIS), "sequence": ("sequence",)}
 _KNOWN = f"use {', '.join(MESH_AXES)}"
 
 
@@ -128,16 +130,75 @@ def batch_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
 def constrain(x: Array, *axes: str | None) -> Array:
     """The array, cut along these axes on the mesh in use (`jax.set_mesh`).
 
-    Unchanged without a mesh, inside `shard_map`, and on Explicit axes: `jax.sharding.auto_axes` makes those automatic.
+    Unchanged without a mesh. Axes that are Explicit or, in `shard_map`, Manual cut nothing: `jax.sharding.auto_axes`
+    makes the former automatic.
+    """
+    cut = partition(axes, x.shape, _automatic())
+    return jax.lax.with_sharding_constraint(x, cut) if any(cut) else x
+
+
+def cut_by(*axes: str) -> int:
+    """Devices along axes of the mesh in use that XLA cuts arrays over; 1 without one."""
+    sizes = _automatic().shape
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def num_ranks() -> int:
+    """Parts of a batch, consecutive rows, that `on_own_rows` runs apart; 1 where they keep step."""
+    return cut_by(*RANKS) if cut_by(*(set(MESH_AXES) - set(RANKS))) == 1 else 1
+
+
+def in_step(count: Int32[Array, ""]) -> Int32[Array, ""]:
+    """The number of rounds for which a loop may run: inside `on_own_rows`, where ranks must keep step, their largest.
+
+    They must where another axis cuts what a round computes: its exchanges may be written as one among all devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+    ranks = tuple(axis for axis in RANKS if axis in mesh.axis_names and axis not in _automatic().shape)
+    return jax.lax.pmax(count, ranks) if ranks and cut_by(*MESH_AXES) > 1 else count
 
 
-def cut_by(axis: str) -> int:
-    """Devices along an axis of the mesh in use that XLA cuts arrays over; 1 without one."""
+class _Axes(NamedTuple):
+    """Sizes by mesh axis, as `partition` reads them of a mesh."""
+
+    shape: dict[str, int]
+
+
+def _automatic() -> _Axes:
+    """The axes of the mesh in use that XLA cuts arrays over."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[axis] if kinds.get(axis) == AxisType.Auto else 1
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return _Axes({name: size for name, size, kind in kinds if kind == AxisType.Auto})
+
+
+def on_own_rows(function: Callable[[Any, Any], Out], weights: Any, rows: Any, specs: Any) -> Out:
+    """`function(weights, rows)` with every rank of `data` and `fsdp` on its own rows, by itself until it is done.
+
+    The leaves of `rows` and of the result are [B, …]; `specs` declare the weights, which are gathered whole before and
+    whose gradients are summed over the ranks once after, each rank keeping its piece. No round then waits for another
+    rank, and a loop's rounds may differ from rank to rank (`in_step`). Other axes of the mesh go on cutting inside.
+    Weights that the specs don't declare, packed ones, are whole on every device.
+    """
+    if cut_by(*RANKS) == 1:
+        return function(weights, rows)
+    sizes = {axis: size for axis, size in _automatic().shape.items() if axis in RANKS and size > 1}
+    declared = jax.tree.structure(specs) == jax.tree.structure(weights)
+    pieces = (
+        map_specs(lambda spec: partition(spec.axes, spec.shape, _Axes(sizes)), specs) if declared else PartitionSpec()
+    )
+    own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), _Axes(sizes))
+
+    def run(weights: Any, rows: Any) -> Out:
+        return function(jax.tree.map(_gathered, weights, pieces) if declared else weights, rows)
+
+    # unchecked, what varies over ranks needs no marks, and a weight's gradient is summed where it leaves
+    call = jax.shard_map(run, in_specs=(pieces, own), out_specs=own, axis_names=set(sizes), check_vma=False)
+    return call(weights, rows)
+
+
+def _gathered(piece: Array, cut: PartitionSpec) -> Array:
+    """The whole of an array of which each rank holds a piece."""
+    for axis, over in enumerate(cut):
+        if over:
+            piece = jax.lax.all_gather(piece, over, axis=axis, tiled=True)
+    return piece

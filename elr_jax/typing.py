@@ -16,7 +16,7 @@ Depth = Int32[Array, "B"]
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Scalar = Float[Array, ""]
-Conditions = Float[Array, "R+1 B C"]
+Conditions = Float[Array, "B R+1 C"]
 
 
 def widen(x: Array) -> Array:

@@ -55,19 +55,19 @@ def test_a_condition_tells_progress_and_budget():
 
     depth = [2, 1, 3, 0]
     c = round_conditions(params, jnp.array(depth), config, dtype="bfloat16")
-    assert c.shape == (LOOPS + 1, 4, 6) and c.dtype == jnp.float32
+    assert c.shape == (4, LOOPS + 1, 6) and c.dtype == jnp.float32
     for row, k in enumerate(max(k, 1) for k in depth):
         for i in range(1, LOOPS + 2):
             expected = embed(params.progress, min(i / k, 1)) + embed(params.budget, k / LOOPS)
-            np.testing.assert_allclose(c[i - 1, row], expected, rtol=2e-4, atol=1e-5)
-    assert_same_bits(c[1:, 1], c[:-1, 1])
-    assert len({float(c[i, 2, 0]) for i in range(LOOPS)}) == LOOPS
+            np.testing.assert_allclose(c[row, i - 1], expected, rtol=2e-4, atol=1e-5)
+    assert_same_bits(c[1, 1:], c[1, :-1])
+    assert len({float(c[2, i, 0]) for i in range(LOOPS)}) == LOOPS
     for part, changes in (("progress", {"budget": False}), ("budget", {"progress": False})):
         _, only = configure(told=dataclasses.replace(TOLD, **changes))
         told = params.replace(**{name: None for name in changes})
         number = {"progress": 2 / 3, "budget": 1.0}[part]
         c = round_conditions(told, jnp.array([3]), only, dtype="float32")
-        np.testing.assert_allclose(c[1, 0], embed(getattr(params, part), number), rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(c[0, 1], embed(getattr(params, part), number), rtol=2e-4, atol=1e-5)
 
 
 def test_sines_tell_loop_counts_apart():
@@ -233,8 +233,8 @@ def test_rounds_and_coda_get_the_conditions_in_their_order():
     states, gate = jax.jit(partial(model.states, config=config))(params, TOKENS, depth), params.loop.update
     for i in (0, 1):
         step = step_size(states[i], gate.weight, gate.bias, gate.gain, eps=config.norm_eps)
-        assert_close(states[i + 1], states[i] + step * (layer(states[i], params.core[0], c[i]) - states[i]))
-    last = rms_norm(layer(states[-1], params.coda[0], c[-1]), params.norm, eps=config.norm_eps)
+        assert_close(states[i + 1], states[i] + step * (layer(states[i], params.core[0], c[:, i]) - states[i]))
+    last = rms_norm(layer(states[-1], params.coda[0], c[:, -1]), params.norm, eps=config.norm_eps)
     assert_close(last @ params.head, forward(params, depth, config=config))
 
 

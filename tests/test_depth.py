@@ -315,8 +315,8 @@ def test_json_round_trip(law):
         (lambda: Switch(after=1.1, law=Fixed(loops=2)), "after=1.1"),
         (lambda: Switch(after=0.5, law=Switch(after=0.5, law=Fixed(loops=2))), "nested"),
         (lambda: draw(RotatingSlice(max_loops=4, forced=0.1), [0], [0], 65_537), "batch_size=65537"),
-        (lambda: sort_by_depth(jnp.ones(10, jnp.int32), 4), "microbatches=4"),
-        (lambda: executed_rounds(np.ones(10, np.int32), 0), "microbatches=0"),
+        (lambda: sort_by_depth(jnp.ones(10, jnp.int32), 4), "10 rows can't be cut into 4 equal parts"),
+        (lambda: executed_rounds(np.ones(10, np.int32), 0), "10 rows can't be cut into 0 equal parts"),
     ],
 )
 def test_bad_values_name_themselves(make, message):

@@ -35,6 +35,11 @@ def test_eight_devices_are_one(name, meshes):
     assert printed.splitlines() == [f"{name} {mesh} equal" for mesh in meshes]
 
 
+def test_mixed_depths_lie_on_ranks_as_they_may():
+    """Masked, sorted and apart give one device's gradients; apart, a rank runs its own rounds alone."""
+    on_eight_devices("rank_depths.py")
+
+
 def test_every_parameter_is_cut_by_its_logical_axes():
     config = small_model(RULES["elr"], prelude="*", core="-", coda="E", d_model=16, vocab_size=26)
     mesh = mesh_of(fsdp=4, tensor=2, expert=5)

@@ -266,6 +266,7 @@ class _Reporter:
             "grad_norm": float(metrics.grad_norm),
             "learning_rate": float(jnp.asarray(self._rate(number - 1))),
             "executed_rounds": int(metrics.executed_rounds),
+            "idle_rounds": int(metrics.idle_rounds),
             "useful_rounds": int(metrics.useful_rounds),
             "layer_passes": flops.layer_passes(recipe.model, rounds / recipe.batch_size),
             "train_flops": done,

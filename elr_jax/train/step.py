@@ -21,11 +21,11 @@ from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, sum_by_depth
 from elr_jax.parameters import Params
 from elr_jax.params import leaves_by_path, onto_sphere, overlay, path_name
-from elr_jax.sharding import DEFAULT_RULES, Rules, constrain, param_shardings
+from elr_jax.sharding import DEFAULT_RULES, Rules, batch_sharding, constrain, num_ranks, param_shardings
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
-from elr_jax.typing import Array, Depth, Float, Int32, PRNGKeyArray
+from elr_jax.typing import Array, Depth, Float, Int32, Key, PRNGKeyArray
 
 
 @struct.dataclass
@@ -60,7 +60,9 @@ class StepMetrics:
     by_depth: DepthSums
     grad_norm: Float[Array, ""]
     executed_rounds: Int32[Array, ""]
-    """Row-rounds the microbatches ran, each as deep as its deepest row."""
+    """Row-rounds that were run: on each rank of a mesh each microbatch is as deep as the rank's deepest row."""
+    idle_rounds: Int32[Array, ""]
+    """Row-rounds that ranks waited for the deepest one of each microbatch."""
     useful_rounds: Int32[Array, ""]
     """Row-rounds the draw asked for: Σ depth."""
     skipped: Int32[Array, ""]
@@ -123,12 +125,9 @@ def train_step(
     noise_keys = jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.fold_in(noise_key, state.step), jnp.arange(recipe.batch_size)
     )
-    order = sort_by_depth(depth, recipe.microbatches)
-    loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
-    parts = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, noise_keys))
-    spread = partial(jax.tree.map, lambda x: constrain(x, None, "batch", "sequence"))
-    parts = (spread(parts[0]), *parts[1:])
-    gradient, (by_depth, routing) = accumulate(loss_function, state.params, parts, total=jnp.sum(batch.weights))
+    gradient, (by_depth, routing) = gradient_by_depth(
+        state.params, batch, depth, noise_keys, recipe=recipe, runtime=runtime
+    )
 
     grad_norm = optax.tree.norm(gradient)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
@@ -137,6 +136,9 @@ def train_step(
         params = onto_sphere(params, parameters.param_specs(recipe.model))
     if routing is not None:
         params = parameters.balance_routers(params, routing.load, recipe.routing.bias_rate, config=recipe.model)
+    ranks = num_ranks() if runtime.gather_core else 1
+    depth = depth[sort_by_depth(depth, recipe.microbatches)]
+    rounds = executed_rounds(depth, recipe.microbatches * ranks)
     finite = jnp.isfinite(grad_norm)
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
@@ -147,12 +149,48 @@ def train_step(
     metrics = StepMetrics(
         by_depth=by_depth,
         grad_norm=grad_norm,
-        executed_rounds=executed_rounds(depth[order], recipe.microbatches),
+        executed_rounds=rounds,
+        idle_rounds=executed_rounds(depth, recipe.microbatches) - rounds,
         useful_rounds=useful_rounds(depth),
         skipped=skipped,
         routing=routing,
     )
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=state.key, skipped=skipped), metrics
+
+
+def gradient_by_depth(
+    params: Params, batch: Batch, depth: Depth, keys: Key[Array, "B"], *, recipe: Recipe, runtime: Runtime
+) -> tuple[Any, tuple[DepthSums, RoutingSums | None]]:
+    """Gradient of the batch's mean loss in nats, in microbatches of rows sorted by depth, and the sums of all rows.
+
+    Whatever the recipe's `microbatches`, the runtime and the mesh, it is the same but for rounding.
+    """
+    order = sort_by_depth(depth, recipe.microbatches)
+    rows, *rest = jax.tree.map(lambda x: _cut(x[order], recipe.microbatches), (batch, depth, keys))
+    rows = jax.tree.map(lambda x: constrain(x, None, "batch", "sequence"), rows)
+    loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
+    return accumulate(loss_function, params, (rows, *rest), total=jnp.sum(batch.weights))
+
+
+def lower_step(recipe: Recipe, runtime: Runtime, mesh: Mesh, *, seq_len: int) -> jax.stages.Lowered:
+    """The step as a run on this mesh has it, from shapes alone; its devices need not exist."""
+
+    def start() -> tuple[TrainState, Batch]:
+        ids, ones = (jnp.ones((recipe.batch_size, seq_len), kind) for kind in (jnp.int32, jnp.float32))
+        return init_state(recipe, optimizer), Batch(tokens=ids, targets=ids, weights=ones, segment_ids=ids)
+
+    optimizer, places = optimizer_for(recipe), state_shardings(recipe, mesh)
+    rows = batch_sharding(mesh, (recipe.batch_size, seq_len))
+    placed = lambda place, tree: jax.tree.map(
+        lambda one, its: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=its), tree, place
+    )
+    state, batch = jax.eval_shape(start)
+    batch = placed(jax.tree.map(lambda _: rows, batch), batch)
+    step = partial(train_step, recipe=recipe, optimizer=optimizer, runtime=runtime)
+    with jax.set_mesh(mesh):
+        return jax.jit(step, donate_argnames=("state",), out_shardings=(places, None)).lower(
+            placed(places, state), batch
+        )
 
 
 def batch_loss(
