@@ -28,7 +28,7 @@ class Collective(NamedTuple):
     bytes: int
     """Of the whole array, of which a device of an all-gather or reduce-scatter holds a piece."""
     group: int
-    """Devices that take part; 1 where the text does not say."""
+    """Devices that take part; 1 for a collective-permute, which tells pairs."""
     runs: int
     """How often it runs, by the loops around it whose lengths are known."""
     rounds: bool
@@ -103,7 +103,7 @@ def _collective(line: str, found: re.Match[str], runs: int, rounds: bool) -> Col
 
 def _group(line: str) -> int:
     """Devices of a group, from any of the ways in which XLA writes them."""
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if mesh:
         sizes = dict(part.split("=") for part in mesh.group(1).split(","))
         return math.prod(int(sizes[axis.strip()]) for axis in mesh.group(2).split(","))
@@ -111,4 +111,6 @@ def _group(line: str) -> int:
     if iota:
         return int(iota.group(2))
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    if listed is None and "collective-permute" not in line:
+        raise ValueError(f"the devices of this collective are written in a way that is not known: {line.strip()}")
     return 1 if listed is None else len(listed.group(1).split(","))

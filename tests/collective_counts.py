@@ -7,21 +7,18 @@ import dataclasses
 import json
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from elr_jax import flops, presets
 from elr_jax.collectives import collectives, totals
 from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.depth import PerExample
-from elr_jax.sharding import batch_sharding, make_mesh
-from elr_jax.train.data import Batch
+from elr_jax.sharding import make_mesh
 from elr_jax.train.optim import OptimConfig
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import init_state, optimizer_for, state_shardings, train_step
+from elr_jax.train.step import lower_step
 
 GOLDEN = Path(__file__).parent / "golden" / "collectives.json"
 SIZES = (
@@ -50,16 +47,7 @@ def count(sizes: dict[str, int]) -> dict:
         batch_size=rows,
         microbatches=1,
     )
-    optimizer = optimizer_for(recipe)
-    shardings = state_shardings(recipe, mesh)
-    placed = lambda one, sharding: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
-    state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe, optimizer)), shardings)
-    ids, ones = (jax.ShapeDtypeStruct((rows, LENGTH), dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = Batch(tokens=ids, targets=ids, weights=ones, segment_ids=ids)
-    batch = jax.tree.map(lambda one: placed(one, batch_sharding(mesh, one.shape)), batch)
-    step = partial(train_step, recipe=recipe, optimizer=optimizer, runtime=Runtime())
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(step, out_shardings=(shardings, None)).lower(state, batch).compile()
+    compiled = lower_step(recipe, Runtime(), mesh, seq_len=LENGTH).compile()
     return totals(collectives(compiled.as_text()))
 
 
