@@ -156,9 +156,7 @@ def synthetic_dataset(
     )
 
 
-def batches(
-    dataset: Dataset, batch_size: int, *, start: int = 0, rows: Sequence[int] | None = None
-) -> Iterator[Batch]:
+def batches(dataset: Dataset, batch_size: int, *, start: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
     """Batches start, start+1, … of B rows, read ahead in threads; starting anywhere costs the same.
 
     Of every batch only `rows` are read: a process's part of it (`Placement.rows`); None reads all. A finite dataset

@@ -58,7 +58,9 @@ class Placement:
         """The whole batch on its devices, from the rows that this process holds."""
         if self.mesh is None:
             return held
-        return jax.tree.map(partial(_assembled, rows=self.rows(batch_size), batch_size=batch_size, mesh=self.mesh), held)
+        return jax.tree.map(
+            partial(_assembled, rows=self.rows(batch_size), batch_size=batch_size, mesh=self.mesh), held
+        )
 
 
 def placement(mesh: str | None) -> Placement:

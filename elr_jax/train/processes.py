@@ -77,6 +77,17 @@ def start(processes: Processes = Processes()) -> None:
         raise ElrError(f"several processes need {', '.join(f'{_FLAG}.{name}' for name in missing)} too; {_ALONE}")
 
 
+def is_first() -> bool:
+    """Whether this process is the one that talks and writes."""
+    return jax.process_index() == 0
+
+
+def tell(text: str) -> None:
+    """Print a line, once for all processes."""
+    if is_first():
+        print(text, flush=True)
+
+
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
     """A function to call after every step: whether to stop there, because SIGTERM has come to any process.

@@ -28,7 +28,7 @@ from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate
 from elr_jax.train.placement import Placement, placement
-from elr_jax.train.processes import start, stop_on_sigterm
+from elr_jax.train.processes import start, stop_on_sigterm, tell
 from elr_jax.train.settings import Launch, Recipe, TextRun
 from elr_jax.train.step import (
     StepMetrics,
@@ -89,7 +89,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         reporter.flush()
         if not (stopping or stopped()):
             results = score(recipe.steps, state.params)
-    _tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
+    tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
     return results
 
 
@@ -138,7 +138,7 @@ def _compiled(
 
 def _graft(state: TrainState, recipe: Recipe, place: Placement) -> TrainState:
     model_, loops = recipe.model, recipe.model.loop.max_loops
-    _tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
+    tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
     grafted = partial(graft_state, recipe=recipe, optimizer=optimizer_for(recipe))
     return jax.jit(grafted, donate_argnames=("state",), out_shardings=place.state(recipe))(state)
 
@@ -148,10 +148,10 @@ def _start(recipe: Recipe, store: checkpoint.Checkpoints, meta: checkpoint.Meta,
     restored = store.restore(lambda saved: place.abstract(recipe.at(saved.get("step", 0)))) if same else None
     if restored is None:
         part = recipe.at(0)
-        _tell(f"{flops.num_params(part.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
+        tell(f"{flops.num_params(part.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
         return jax.jit(partial(init_state, part, optimizer_for(part)), out_shardings=place.state(part))()
     state, _ = restored
-    _tell(f"resuming after step {int(state.step)} of {recipe.steps}")
+    tell(f"resuming after step {int(state.step)} of {recipe.steps}")
     return state
 
 
@@ -256,8 +256,3 @@ def _routing_scalars(metrics: StepMetrics) -> dict[str, float]:
         "z_loss": float(routing.z) / weight,
         "largest_load": float((load.max(axis=1) / load.mean(axis=1)).max()),
     }
-
-
-def _tell(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
