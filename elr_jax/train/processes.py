@@ -133,13 +133,15 @@ def _detected() -> int | None:
 
     for cluster in ClusterEnv._cluster_types:
         # Every pod of Kubernetes looks like a cluster; one with processes to join is a pod of an indexed job.
-        if cluster.opt_in_only_method or (cluster.name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ):
+        pod = cluster.__name__ == "K8sCluster"
+        if cluster.opt_in_only_method or (pod and "JOB_COMPLETION_INDEX" not in os.environ):
             continue
         try:
             if cluster.is_env_present():
                 return cluster.get_process_count()
         except Exception as error:
-            raise ElrError(f"the processes of this {cluster.name} job can't be found ({error}): {_ALONE}") from error
+            told = f"{cluster.__name__}: {' '.join(str(error).split())}"
+            raise ElrError(f"the environment's processes can't be found ({told}); {_ALONE}") from error
     return None
 
 

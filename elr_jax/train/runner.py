@@ -42,6 +42,7 @@ from elr_jax.train.step import (
 
 def train_text(run: TextRun) -> list[LoopResult]:
     """Train on the run's text and return the final evaluation."""
+    start(run.launch.processes)  # before the text is read, so that one who is alone hears of it soon
     training, validation = (open_dataset(run.data, split, seed=run.recipe.seed) for split in ("train", "validation"))
     return train(run.recipe, run.launch, training=training, validation=validation)
 

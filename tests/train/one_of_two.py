@@ -1,14 +1,18 @@
 """One process of a run of several, held up where a test asks for it; started by test_processes.py."""
 
+import errno
+import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
-from test_runner import RECIPE, TRAINING, launch
+from test_runner import TRAINING, launch
 
+from elr_jax.errors import one_line_errors
 from elr_jax.sharding import make_mesh
 from elr_jax.train import checkpoint, runner
 from elr_jax.train.data import batches
@@ -26,14 +30,14 @@ def hold(out: Path, name: str) -> None:
 
 
 def hold_up(out: Path, where: str) -> None:
-    """Before the fifth step, or in the middle of the save after the fourth."""
-    if where == "step":
+    """Before a step (`step5`), or in the middle of the save after the fourth, its files or its manifest."""
+    if where.startswith("step"):
         original = runner.Placement.batch
-        number = iter(range(1, 100))
+        number = itertools.count(1)
 
         def batch(self, held, size):
-            if size == RECIPE.batch_size and next(number) == 5:
-                hold(out, "step")
+            if next(number) == int(where.removeprefix("step")):
+                hold(out, where)
             return original(self, held, size)
 
         runner.Placement.batch = batch
@@ -48,6 +52,13 @@ def hold_up(out: Path, where: str) -> None:
         return original(*arguments)
 
     setattr(checkpoint, name, held)
+
+
+def fill_disk() -> None:
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint._refuse_full_disk = full
 
 
 def note_rows(out: Path, index: int) -> None:
@@ -67,8 +78,9 @@ def note_rows(out: Path, index: int) -> None:
 def check_rows(index: int) -> None:
     """Every device gets its part of the batch, whatever the mesh and the order of its devices."""
     (whole,) = (batch for _, batch in zip(range(1), batches(TRAINING, 8), strict=False))
-    shuffled = make_mesh("data=4", devices=[jax.devices()[place] for place in (0, 2, 1, 3)])
-    for name, mesh in {"shuffled": shuffled} | {text: make_mesh(text) for text in MESHES}.items():
+    meshes = {text: make_mesh(text) for text in MESHES}
+    meshes["shuffled"] = make_mesh("data=4", devices=[jax.devices()[place] for place in (0, 2, 1, 3)])
+    for name, mesh in meshes.items():
         place = Placement(mesh)
         held = next(batches(TRAINING, 8, rows=place.rows(8)))
         for found, expected in zip(jax.tree.leaves(place.batch(held, 8)), jax.tree.leaves(whole), strict=True):
@@ -92,9 +104,14 @@ def main(out: str, port: str, index: str, what: str, heartbeat: str) -> None:
         return check_rows(int(index))
     folder.mkdir(exist_ok=True)
     note_rows(folder, int(index))
-    if what != "straight":
+    if what == "full":
+        fill_disk()
+    elif what == "elsewhere":
+        folder = folder / "elsewhere"
+    elif what != "straight":
         hold_up(folder, what)
-    launch(folder, save_every=2, processes=processes)
+    with one_line_errors():
+        launch(folder, save_every=2, processes=processes)
 
 
 if __name__ == "__main__":

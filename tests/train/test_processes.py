@@ -36,7 +36,7 @@ def environment(devices):
 
 
 @contextmanager
-def two(out, first="straight", second="straight", *, devices=1, heartbeat=100):
+def two(out, first="straight", second="straight", *, devices=1, heartbeat=100, **settings):
     """Both processes of a run; none is left in the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -45,11 +45,8 @@ def two(out, first="straight", second="straight", *, devices=1, heartbeat=100):
     try:
         for index, what in enumerate((first, second)):
             command = [sys.executable, HERE / "one_of_two.py", out, str(port), str(index), what, str(heartbeat)]
-            running.append(
-                subprocess.Popen(
-                    command, env=environment(devices), start_new_session=True, stdout=subprocess.PIPE, text=True
-                )
-            )
+            settings = {"env": environment(devices), "start_new_session": True, "text": True} | settings
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, **settings))
         yield running
     finally:
         for process in running:
@@ -86,9 +83,10 @@ def assert_same_bits(out, straight):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run of two processes that was never stopped."""
+    """A run of two processes that was never stopped; what they said is in `said-0` and `said-1`."""
     out = tmp_path_factory.mktemp("straight")
-    finish(out)
+    for index, said in enumerate(finish(out)):
+        (out / f"said-{index}").write_text(said)
     return out
 
 
@@ -109,27 +107,26 @@ def test_the_processes_read_the_rows_that_one_reads(straight):
 
 
 @pytest.mark.slow
-def test_only_the_first_process_writes_and_talks(tmp_path, straight):
-    """Evaluated again: the losses of one device, told once."""
-    assert sorted(line["step"] for line in told(straight)) == [1, 2, 3, 4, 5, 6, 6]
-    said = finish(straight)
-    assert "resuming after step 6 of 6" in said[0] and not said[1].replace("[Gloo]", "").count("step")
+def test_two_processes_train_what_one_trains_and_the_first_alone_tells(tmp_path, straight):
+    said = [(straight / f"said-{index}").read_text() for index in (0, 1)]
+    assert "step 6/6" in said[0] and "checkpoints: " in said[0]
+    assert [line for line in said[1].splitlines() if not line.startswith("[Gloo]")] == []
     script = "import sys, test_runner as t; t.launch(t.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", script, tmp_path], env=environment(1), check=True, timeout=PATIENCE)
-    for here, there in zip(told(straight), told(tmp_path), strict=False):
+    for here, there in zip(told(straight), told(tmp_path), strict=True):
         assert here.keys() == there.keys()
-        np.testing.assert_allclose(*(list(line.values()) for line in (here, there)), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(list(here.values()), list(there.values()), rtol=1e-4, atol=1e-6)
     for one, other in zip(*(jax.tree.leaves(final_state(run).params) for run in (straight, tmp_path)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def killed_in_a_step(out):
     """The second process, in a step that the first holds up; the first then finds itself alone in it."""
-    with two(out, first="step", heartbeat=HEARTBEAT) as running:
+    with two(out, first="step5", heartbeat=HEARTBEAT) as running:
         reads_on = lambda: (out / "rows-1").exists() and 6 in rows_read(out, 1)
-        wait_for(lambda: (out / "step").exists() and reads_on(), running)
+        wait_for(lambda: (out / "step5").exists() and reads_on(), running)
         running[1].kill()
-        (out / "step-on").touch()
+        (out / "step5-on").touch()
         assert running[0].wait(PATIENCE) != 0
     assert checkpoint.saved_steps(out / "checkpoints") == [2, 4]
 
@@ -150,7 +147,7 @@ def test_a_process_killed_in_a_step_ends_the_other_and_both_go_on_to_the_same_bi
     killed_in_a_step(tmp_path)
     finish(tmp_path)
     assert_same_bits(tmp_path, straight)
-    assert told(tmp_path) == told(straight)[:7]
+    assert told(tmp_path) == told(straight)
 
 
 @pytest.mark.slow
@@ -175,16 +172,26 @@ def test_the_first_process_killed_in_a_save_and_one_process_goes_on(straight, tm
 
 @pytest.mark.slow
 def test_sigterm_to_one_process_stops_both_after_the_same_step(straight, tmp_path):
-    with two(tmp_path, first="step") as running:
-        wait_for((tmp_path / "step").exists, running)
+    with two(tmp_path, first="step3") as running:
+        wait_for((tmp_path / "step3").exists, running)
         running[1].terminate()
         time.sleep(3)  # the service looks for a signal once a second
-        (tmp_path / "step-on").touch()
+        (tmp_path / "step3-on").touch()
         assert [process.wait(PATIENCE) for process in running] == [0, 0]
-    saved = checkpoint.saved_steps(tmp_path / "checkpoints")
-    assert saved in ([4, 5], [2, 4])
+    *_, saved = checkpoint.saved_steps(tmp_path / "checkpoints")
+    assert saved < RECIPE.steps and [line["step"] for line in told(tmp_path)] == [*range(1, saved + 1)]
     finish(tmp_path)
     assert_same_bits(tmp_path, straight)
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_the_first_process_is_one_line_from_each(tmp_path):
+    with two(tmp_path, first="full", stderr=subprocess.PIPE) as running:
+        errors = [process.communicate(timeout=PATIENCE)[1] for process in running]
+        assert [process.returncode for process in running] == [2, 2]
+    assert "error: the checkpoint of step 2 can't be written" in errors[0] and "No space left" in errors[0]
+    assert "(the first process failed to write its part)" in errors[1]
+    assert not any("Traceback" in error for error in errors)
 
 
 @pytest.mark.slow
@@ -204,3 +211,135 @@ def test_a_process_reads_what_its_devices_need_on_any_mesh(tmp_path):
         "shuffled": [[0, 1, 4, 5], [2, 3, 6, 7]],
     }
     assert rows == {(name, index): of[index] for name, of in expected.items() for index in (0, 1)}
+
+
+@pytest.mark.slow
+def test_folders_of_their_own_are_refused(tmp_path):
+    """The second process is sent to another folder."""
+    with two(tmp_path, second="elsewhere", stderr=subprocess.PIPE) as running:
+        errors = [process.communicate(timeout=PATIENCE)[1] for process in running]
+        assert [process.returncode for process in running] == [2, 2]
+    assert all("is not one folder for all: process 1 sees another" in error for error in errors)
+
+
+# How they find each other
+
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[3-4],other",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+VARIABLES = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What JAX was asked to start, in an environment that names nothing."""
+    calls = []
+    for name in [*STEP, *VARIABLES, "KUBERNETES_SERVICE_HOST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: calls.append(settings))
+    return calls
+
+
+def asked(started):
+    (settings,) = started
+    return [
+        settings[name] for name in ("coordinator_address", "num_processes", "process_id", "cluster_detection_method")
+    ]
+
+
+def test_a_single_machine_starts_nothing(started, monkeypatch):
+    start()
+    start(Processes(count=1))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # a pod, but not of an indexed job
+    start()
+    for name, value in (STEP | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    start()
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    start(Processes(count=1))
+    assert started == []
+
+
+def test_flags_come_before_variables_and_variables_before_the_cluster(started, monkeypatch):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    start()
+    assert asked(started) == [None, 4, None, None]
+    started.clear()
+    start(Processes(coordinator="host:5"))
+    assert asked(started) == ["host:5", 4, None, None]
+    started.clear()
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    start()
+    assert asked(started) == ["host:1", 2, 1, "deactivate"]
+    started.clear()
+    start(Processes(coordinator="host:9", count=3, index=0, wait_seconds=5, heartbeat_seconds=7))
+    assert asked(started) == ["host:9", 3, 0, "deactivate"]
+    assert started[0]["heartbeat_timeout_seconds"] == started[0]["shutdown_timeout_seconds"] == 7
+
+
+def test_a_joined_program_is_not_joined_again(started, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    start(Processes(coordinator="host:9", count=3, index=0))
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 0}, r"^processes\.count=0 must be at least 1$"),
+        ({"index": -1}, r"^processes\.index=-1 must be at least 0$"),
+        ({"count": 2, "index": 2}, r"^processes\.index=2 must lie in 0\.\.1: there are 2$"),
+        ({"coordinator": "host"}, r"^processes\.coordinator='host' is not of the form HOST:PORT$"),
+        ({"coordinator": ":80"}, r"^processes\.coordinator=':80' is not of the form"),
+        ({"coordinator": "host:99999"}, r"^processes\.coordinator='host:99999' is not of the form"),
+        ({"heartbeat_seconds": 0}, r"^processes\.heartbeat_seconds=0 must be at least 1$"),
+        ({"count": 2}, r"^several processes need --launch\.processes\.coordinator, --launch\.processes\.index too; "),
+        ({"index": 0}, r"need --launch\.processes\.coordinator, --launch\.processes\.count too"),
+        ({"coordinator": "host:1"}, r"need --launch\.processes\.count, --launch\.processes\.index too"),
+    ],
+)
+def test_values_that_contradict_or_are_missing_are_refused(started, values, message):
+    with pytest.raises(ElrError, match=message):
+        start(Processes(**values))
+    assert started == []
+
+
+def test_what_contradicts_the_environment_is_refused(started, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ElrError, match=r"^JAX_NUM_PROCESSES=two must be a whole number$"):
+        start()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "2")
+    with pytest.raises(ElrError, match=r"^processes\.index=2 must lie in 0\.\.1"):
+        start()
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    with pytest.raises(ElrError, match=r"^processes\.count=2, but the environment names 4: use one of the two$"):
+        start()
+    assert started == []
+
+
+def test_a_cluster_that_can_t_be_read_is_named(started, monkeypatch):
+    for name, value in (STEP | {"SLURM_NTASKS": "many"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ElrError, match=r"processes can't be found \(SlurmCluster: .*many.*count 1 runs alone$"):
+        start()
+
+
+def test_a_coordinator_that_does_not_answer_is_one_line_in_time():
+    """Through the real command."""
+    flags = ["coordinator", "127.0.0.1:9", "count", "2", "index", "1", "wait-seconds", "2"]
+    flags = [f"--launch.processes.{flag}" if number % 2 == 0 else flag for number, flag in enumerate(flags)]
+    command = [sys.executable, "-m", "elr_jax.train", "elastic", *flags]
+    done = subprocess.run(command, env=environment(1), timeout=PATIENCE, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 2 processes did not come together at 127.0.0.1:9 in 2 s: start all of them")
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
