@@ -51,8 +51,8 @@ class Placement:
         everything = range(batch_size)
         if self.mesh is None:
             return everything
-        cuts = batch_sharding(self.mesh, (batch_size,)).addressable_devices_indices_map((batch_size,))
-        return sorted({row for index in cuts.values() for row in everything[index[0]]})
+        cuts: Any = batch_sharding(self.mesh, (batch_size,)).addressable_devices_indices_map((batch_size,)).values()
+        return sorted({row for (cut,) in cuts for row in everything[cut]})
 
     def batch(self, held: Batch, batch_size: int) -> Batch:
         """The whole batch on its devices, from the rows that this process holds."""
@@ -73,7 +73,8 @@ def placement(mesh: str | None) -> Placement:
 def _assembled(held: np.ndarray, *, rows: Sequence[int], batch_size: int, mesh: Mesh) -> jax.Array:
     shape = (batch_size, *held.shape[1:])
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        return held[np.searchsorted(rows, range(batch_size)[index[0]])][:, *index[1:]]
+    def part(index: Any) -> np.ndarray:
+        cut, *others = index
+        return held[np.searchsorted(rows, range(batch_size)[cut]), *others]
 
     return jax.make_array_from_callback(shape, batch_sharding(mesh, shape), part)

@@ -35,10 +35,10 @@ def hold_up(out: Path, where: str) -> None:
         original = runner.Placement.batch
         number = itertools.count(1)
 
-        def batch(self, held, size):
+        def batch(self, held, batch_size):
             if next(number) == int(where.removeprefix("step")):
                 hold(out, where)
-            return original(self, held, size)
+            return original(self, held, batch_size)
 
         runner.Placement.batch = batch
         return
@@ -102,6 +102,7 @@ def main(out: str, port: str, index: str, what: str, heartbeat: str) -> None:
     if what == "rows":
         start(processes)
         return check_rows(int(index))
+    sys.modules["tensorboardX"] = None  # takes seconds to import
     folder.mkdir(exist_ok=True)
     note_rows(folder, int(index))
     if what == "full":
