@@ -62,7 +62,7 @@ def start(processes: Processes = Processes()) -> None:
         ElrError: values that are missing or contradict the environment's, or processes that don't come together in
             time; the program should end then.
     """
-    if jax.distributed.is_initialized():
+    if processes.count == 1 or jax.distributed.is_initialized():
         return
     known = _with_variables(processes)
     told = None not in (known.coordinator, known.count, known.index)

@@ -261,7 +261,8 @@ def test_a_single_machine_starts_nothing(started, monkeypatch):
     for name, value in (STEP | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).items():
         monkeypatch.setenv(name, value)
     start()
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+    for name, value in (VARIABLES | {"SLURM_NTASKS": "4"}).items():
+        monkeypatch.setenv(name, value)
     start(Processes(count=1))
     assert started == []
 
