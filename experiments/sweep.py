@@ -23,6 +23,7 @@ from elr_jax.config import digest, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.train.metrics import read_metrics
+from elr_jax.train.processes import is_first, start, tell
 from elr_jax.train.runner import load_params, train
 from elr_jax.train.settings import Launch, Recipe
 from experiments.results import FILE, Line, Results, append_line, read_lines
@@ -80,6 +81,7 @@ def answer(
     if unknown:
         names = ", ".join(cell.name for cell in cells)
         raise ElrError(f"--only {' '.join(sorted(unknown))} is no cell of {question}: choose from {names}")
+    start()  # experiments have no flags for it: the environment says whether several processes run one
     folder = flags.folder(question)
     chosen = [cell for cell in cells if not flags.only or cell.name in flags.only]
     if not flags.report:
@@ -87,7 +89,8 @@ def answer(
         run_cells(
             question, flags.preset, chosen, flags.seeds, results=folder / FILE, runs=Path(flags.runs), others=others
         )
-    report(folder, flags.preset, Results(read_lines(folder / FILE), flags.preset), cells)
+    if is_first():
+        report(folder, flags.preset, Results(read_lines(folder / FILE), flags.preset), cells)
 
 
 def run_cells(
@@ -112,21 +115,27 @@ def run_cells(
         key = {"question": question, "preset": preset, "cell": cell.name, "seed": seed, "digest": cell.digest}
         title = f"[{number}/{total}] {question} {preset} {cell.name} seed {seed}"
         if any(key.items() <= line.items() for line in read_lines(results)):
-            print(f"{title}: finished before", flush=True)
+            tell(f"{title}: finished before")
             continue
         made = _made_elsewhere(key, shared)
         if made is not None:
-            print(f"{title}: taken over from {made['from']}", flush=True)
-            append_line(results, made | key)
+            tell(f"{title}: taken over from {made['from']}")
+            _keep(results, made | key)
             continue
-        print(title, flush=True)
+        tell(title)
         # a changed recipe gets a folder of its own, so it never meets the checkpoints of the old one
         line = run_cell(cell, seed, runs / question / preset / f"{cell.name}-s{seed}-{cell.digest[:6]}")
         if line is None:
-            print("stopped; the same command goes on from here", flush=True)
+            tell("stopped; the same command goes on from here")
             return False
-        append_line(results, key | line)
+        _keep(results, key | line)
     return True
+
+
+def _keep(results: Path, line: Line) -> None:
+    """Add a finished cell, once for all processes."""
+    if is_first():
+        append_line(results, line)
 
 
 def _made_elsewhere(key: Line, shared: list[Line]) -> Line | None:

@@ -5,6 +5,8 @@ law comes after them: `elastic --recipe.steps 300 recipe.depth:shared-draw --rec
 holds checkpoints, the run goes on from the newest.
 """
 
+from collections.abc import Sequence
+
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -46,14 +48,18 @@ def show(results: list[LoopResult]) -> None:
     Console().print(table)
 
 
+def command_line(arguments: Sequence[str] | None = None) -> TextRun:
+    """The run that arguments ask for; None: those of this program."""
+    choice = tyro.extras.subcommand_type_from_defaults(
+        {name: run for name, (_, run) in RUNS.items()}, {name: text for name, (text, _) in RUNS.items()}
+    )
+    return tyro.cli(choice, prog="python -m elr_jax.train", description=__doc__, args=arguments)
+
+
 def main() -> None:
     """Read the command line and train."""
     with one_line_errors():
-        choice = tyro.extras.subcommand_type_from_defaults(
-            {name: run for name, (_, run) in RUNS.items()}, {name: text for name, (text, _) in RUNS.items()}
-        )
-        run = tyro.cli(choice, prog="python -m elr_jax.train", description=__doc__)
-        results = train_text(run)
+        results = train_text(command_line())
         if results:
             show(results)
 

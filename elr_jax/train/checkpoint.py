@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 import time
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -50,7 +52,7 @@ class Checkpoints:
         keep: how many of the newest checkpoints stay. Two or more leave something to fall back to.
 
     Raises:
-        ElrError: `keep` below 1, or a directory that can't be made.
+        ElrError: `keep` below 1, or a directory that can't be made or is not the same for all processes.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int):
@@ -63,6 +65,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ElrError(f"{directory} can't hold checkpoints ({_reason(error)}): choose another --out") from error
+        _refuse_unshared(self.directory)
         if jax.process_index() == 0:
             for path in self.directory.glob(f"*{_UNFINISHED}*"):
                 _warn(f"removing {path}, left behind by a save that was killed")
@@ -121,18 +124,21 @@ class Checkpoints:
 
     def _write(self, step: int, state: Any, meta: Meta) -> None:
         path = self.directory / f"{step}{_UNFINISHED}"
-        if jax.process_index() == 0:
+
+        def prepare() -> None:
             _refuse_full_disk(self.directory, state)
             _remove(path)
             path.mkdir()
-        with _quiet_orbax():
-            _checkpointer().save(path / "state", args=ocp.args.PyTreeSave(state))
-        if jax.process_index() == 0:
+
+        def put_in_place() -> None:
             content = _sealed({"meta": meta, "leaves": _describe(state), "files": _digests(path)})
             (path / _MANIFEST).write_text(json.dumps(content))
             path.rename(self.directory / str(step))
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint {step} is in place")
+
+        _by_first_process(prepare)
+        with _quiet_orbax():
+            _checkpointer().save(path / "state", args=ocp.args.PyTreeSave(state))
+        _by_first_process(put_in_place)
 
     def _remove_failed(self, step: int) -> None:
         # Orbax raises on the first failed write and abandons the others, which may recreate the folder for a moment.
@@ -280,6 +286,37 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     keys = [key for key in {**saved, **current} if key not in saved or key not in current or saved[key] != current[key]]
     shown = lambda side, key: repr(side[key]) if key in side else "absent"
     return [f"{key} was {shown(saved, key)}, is {shown(current, key)}" for key in keys]
+
+
+def _refuse_unshared(directory: epath.Path) -> None:
+    """Raise on every process where one of them has another folder under this name."""
+    if jax.process_count() == 1:
+        return
+    number = secrets.randbits(31)
+    mark = lambda number: directory / f"seen-by-all-{number}{_UNFINISHED}"
+    if jax.process_index() == 0:
+        mark(number).mkdir()
+    shared = mark(multihost_utils.broadcast_one_to_all(number))
+    seen = multihost_utils.process_allgather(np.asarray(shared.exists()))
+    if jax.process_index() == 0:
+        shared.rmdir()
+    if not seen.all():
+        blind = ", ".join(map(str, np.flatnonzero(~seen)))
+        raise ElrError(f"{directory} is not one folder for all: process {blind} sees another; choose a shared --out")
+
+
+def _by_first_process(action: Callable[[], None]) -> None:
+    """Run on the first process, while the others wait; where it fails all raise, so that none waits for ever."""
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except Exception as error:
+            failure = error
+    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(failure is not None):
+        failure = failure or OSError(errno.EIO, "the first process failed to write its part")
+    if failure is not None:
+        raise failure
 
 
 def _refuse_full_disk(directory: epath.Path, state: Any) -> None:

@@ -5,7 +5,7 @@ from one batch to the next, so a run resumes from its step alone and any number 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -156,34 +156,51 @@ def synthetic_dataset(
     )
 
 
-def batches(
-    dataset: Dataset, batch_size: int, *, start: int = 0, process_index: int = 0, process_count: int = 1
-) -> Iterator[Batch]:
+def batches(dataset: Dataset, batch_size: int, *, start: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
     """Batches start, start+1, … of B rows, read ahead in threads; starting anywhere costs the same.
 
-    A process gets rows process_index·B/P … of every batch. A finite dataset ends with its last whole batch: the
-    remaining examples are left out, so that every process sees equally many batches of one shape.
+    Of every batch only `rows` are read: a process's part of it (`Placement.rows`); None reads all. A finite dataset
+    ends with its last whole batch: the remaining examples are left out, so that every process sees equally many batches
+    of one shape.
     """
-    if batch_size < 1 or batch_size % process_count:
-        raise ElrError(f"batch_size={batch_size} must be a positive multiple of the {process_count} processes")
-    if start < 0 or not 0 <= process_index < process_count:
-        raise ElrError(f"start={start}, process_index={process_index} must lie in 0.. and 0..{process_count - 1}")
+    rows = range(batch_size) if rows is None else rows
+    if batch_size < 1 or start < 0:
+        raise ElrError(f"batch_size={batch_size} must be at least 1, and start={start} at least 0")
+    if not rows or not all(0 <= row < batch_size for row in rows):
+        raise ElrError(f"rows={list(rows)} must be some of 0..{batch_size - 1}, the rows of a batch")
     whole = len(dataset.examples) // batch_size
     if whole == 0:
         raise ElrError(f"batch_size={batch_size} is more than all {len(dataset.examples)} examples: lower it")
-    # Cut into slices of B/P rows, a process's share of the batches is every P-th of them.
-    shares = dataset.examples.batch(batch_size // process_count, drop_remainder=True)
-    mine = shares[start * process_count + process_index : whole * process_count : process_count]
-    return _read_ahead(mine)
+    mine = grain.MapDataset.source(_Rows(dataset.examples, batch_size, whole, rows))
+    return _read_ahead(mine.batch(len(rows))[start:])
 
 
-def _read_ahead(shares: grain.MapDataset) -> Iterator[Batch]:
-    iterator = iter(shares.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
+def _read_ahead(parts: grain.MapDataset) -> Iterator[Batch]:
+    iterator = iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
     try:
         for rows in iterator:
             yield Batch(**rows)
     finally:
         iterator.close()
+
+
+class _Rows:
+    """Some rows of every batch, one after the other, as a grain source."""
+
+    def __init__(self, examples: grain.MapDataset, batch_size: int, batches: int, rows: Sequence[int]):
+        self.examples = examples
+        self.batch_size = batch_size
+        self.batches = batches
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.batches * len(self.rows)
+
+    def __getitem__(self, index: int) -> Example:
+        batch, place = divmod(index, len(self.rows))
+        example = self.examples[batch * self.batch_size + self.rows[place]]
+        assert example is not None, "nothing is filtered, so every index has an example"
+        return example
 
 
 class _Windows:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from elr_jax import model, probes
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.parameters import Params
+from elr_jax.sharding import constrain
 from elr_jax.train.data import Batch
 from elr_jax.typing import Array, Float, Int32, PRNGKeyArray
 
@@ -72,7 +73,7 @@ def _score(
     depth = jnp.full(batch.tokens.shape[0], loops)
     inputs = batch.tokens, batch.targets, batch.weights, depth
     total, scores = model.loss(params, *inputs, config=config, runtime=runtime, segment_ids=batch.segment_ids, key=key)
-    return jnp.stack([total, jnp.sum(scores.right * batch.weights), jnp.sum(batch.weights)])
+    return _whole(jnp.stack([total, jnp.sum(scores.right * batch.weights), jnp.sum(batch.weights)]))
 
 
 @partial(jax.jit, static_argnames=("config", "runtime"))
@@ -93,4 +94,10 @@ def residuals(
         moved = moves(rounds)
     else:  # round k of a longer pass is told something else
         moved = jax.lax.map(lambda k: moves(k)[k - 1], jnp.arange(1, rounds + 1))
-    return jnp.stack([jnp.sum(moved, axis=(1, 2)), jnp.full(moved.shape[0], moved[0].size, jnp.float32)], axis=1)
+    sums = jnp.sum(moved, axis=(1, 2)), jnp.full(moved.shape[0], moved[0].size, jnp.float32)
+    return _whole(jnp.stack(sums, axis=1))
+
+
+def _whole(sums: Array) -> Array:
+    """On every device, so that each process can read them."""
+    return constrain(sums, *(None,) * sums.ndim)

@@ -1,37 +1,34 @@
 """A training run from its first step, or from where it stopped, to its last checkpoint.
 
 A launch reads the newest checkpoint of its folder, if there is one; batches and depths are functions of the step, so
-nothing else has to be restored. The last step and SIGTERM save, once.
+nothing else has to be restored. The last step and SIGTERM save, once. Where several processes train together each runs
+all of this on its own part of every batch, and the first alone writes and talks.
 
 A conditioned model with a late switch starts without conditioning at one loop and is grafted between two steps. The
 state after step n always fits `recipe.at(n)`, on disk as in memory.
 """
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from elr_jax import flops, parameters
 from elr_jax.config import ModelConfig, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
-from elr_jax.sharding import batch_sharding, make_mesh
 from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate
+from elr_jax.train.placement import Placement, placement
+from elr_jax.train.processes import start, stop_on_sigterm, tell
 from elr_jax.train.settings import Launch, Recipe, TextRun
 from elr_jax.train.step import (
     StepMetrics,
@@ -39,13 +36,13 @@ from elr_jax.train.step import (
     graft_state,
     init_state,
     optimizer_for,
-    state_shardings,
     train_step,
 )
 
 
 def train_text(run: TextRun) -> list[LoopResult]:
     """Train on the run's text and return the final evaluation."""
+    start(run.launch.processes)  # before the text is read, so that one who is alone hears of it soon
     training, validation = (open_dataset(run.data, split, seed=run.recipe.seed) for split in ("train", "validation"))
     return train(run.recipe, run.launch, training=training, validation=validation)
 
@@ -57,14 +54,14 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or
             a write that failed.
     """
-    if jax.process_count() > 1:
-        raise ElrError(f"{jax.process_count()} processes were started: the train step runs in one so far")
+    start(launch.processes)
     if training.vocab_size > recipe.model.vocab_size:
         raise ElrError(
             f"model.vocab_size={recipe.model.vocab_size} is smaller than the data's {training.vocab_size}: raise it"
         )
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
-    place = Placement(None if launch.mesh is None else make_mesh(launch.mesh))
+    place = placement(launch.mesh)
+    rows = place.rows(recipe.batch_size)
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, store, meta, place)
     first = int(state.step)
@@ -72,15 +69,17 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
-    with log, place.in_use(), _stop_on_sigterm() as stopped:
+    with log, place.in_use(), stop_on_sigterm() as stopped:
         reporter = _Reporter(recipe, training.seq_len, log)
-        todo = batches(training, recipe.batch_size, start=first) if first < recipe.steps else ()
+        todo = batches(training, recipe.batch_size, start=first, rows=rows) if first < recipe.steps else ()
+        stopping = False
         for number, batch in enumerate(todo, start=first + 1):
-            state, metrics = step(state, place.batch(batch))
+            state, metrics = step(state, place.batch(batch, recipe.batch_size))
             reporter.report(number, metrics)
             if number == recipe.graft_step:
                 state, step = _graft(state, recipe, place), _compiled(recipe, launch, place)
-            last = number >= recipe.steps or stopped.is_set()
+            stopping = stopped()
+            last = number >= recipe.steps or stopping
             if last or (launch.save_every and number % launch.save_every == 0):
                 reporter.flush()  # else a kill now would lose the line of a step that is not run again
                 store.save(number, state, meta | {"step": number})
@@ -89,9 +88,9 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             if last:
                 break
         reporter.flush()
-        if not stopped.is_set():
+        if not (stopping or stopped()):
             results = score(recipe.steps, state.params)
-    _tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
+    tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
     return results
 
 
@@ -131,46 +130,16 @@ def _config(meta: checkpoint.Meta) -> ModelConfig:
     return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where a run's arrays are: on one device (None), or cut over a mesh."""
-
-    mesh: Mesh | None
-
-    def in_use(self) -> AbstractContextManager[Any]:
-        """A context in which programs are cut over the mesh."""
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-
-    def state(self, recipe: Recipe) -> TrainState | None:
-        """Shardings of the state; None: the default device."""
-        return None if self.mesh is None else state_shardings(recipe, self.mesh)
-
-    def abstract(self, recipe: Recipe) -> TrainState:
-        """Shapes, types and places of the state, without memory."""
-        shapes = jax.eval_shape(partial(init_state, recipe, optimizer_for(recipe)))
-        if self.mesh is None:
-            return shapes
-        struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-        return jax.tree.map(struct, shapes, self.state(recipe))
-
-    def batch(self, batch: Batch) -> Batch:
-        """The batch on its devices."""
-        mesh = self.mesh
-        if mesh is None:
-            return batch
-        return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh, x.shape)), batch)
-
-
 def _compiled(
     recipe: Recipe, launch: Launch, place: Placement
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=launch.runtime)
-    return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), None))
+    return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), place.everywhere))
 
 
 def _graft(state: TrainState, recipe: Recipe, place: Placement) -> TrainState:
     model_, loops = recipe.model, recipe.model.loop.max_loops
-    _tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
+    tell(f"conditioning joins after step {recipe.graft_step}: {flops.num_params(model_):,} parameters, {loops} loops")
     grafted = partial(graft_state, recipe=recipe, optimizer=optimizer_for(recipe))
     return jax.jit(grafted, donate_argnames=("state",), out_shardings=place.state(recipe))(state)
 
@@ -180,10 +149,10 @@ def _start(recipe: Recipe, store: checkpoint.Checkpoints, meta: checkpoint.Meta,
     restored = store.restore(lambda saved: place.abstract(recipe.at(saved.get("step", 0)))) if same else None
     if restored is None:
         part = recipe.at(0)
-        _tell(f"{flops.num_params(part.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
+        tell(f"{flops.num_params(part.model):,} parameters, {recipe.steps} steps of {recipe.batch_size} rows")
         return jax.jit(partial(init_state, part, optimizer_for(part)), out_shardings=place.state(part))()
     state, _ = restored
-    _tell(f"resuming after step {int(state.step)} of {recipe.steps}")
+    tell(f"resuming after step {int(state.step)} of {recipe.steps}")
     return state
 
 
@@ -211,10 +180,10 @@ def _evaluate(
     place: Placement,
 ) -> list[LoopResult]:
     size = min(recipe.batch_size, len(validation.examples))
-    data = (place.batch(batch) for _, batch in zip(range(launch.eval_batches), batches(validation, size), strict=False))
+    some = itertools.islice(batches(validation, size, rows=place.rows(size)), launch.eval_batches)
     results = evaluate(
         params,
-        data,
+        (place.batch(batch, size) for batch in some),
         config=recipe.at(step).model,
         runtime=launch.runtime,
         bytes_per_token=validation.bytes_per_token,
@@ -289,22 +258,3 @@ def _routing_scalars(metrics: StepMetrics) -> dict[str, float]:
         "z_loss": float(routing.z) / weight,
         "largest_load": float((load.max(axis=1) / load.mean(axis=1)).max()),
     }
-
-
-@contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets in place of ending the process."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _tell(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)

@@ -10,6 +10,7 @@ from elr_jax.depth import LAW_UNIONS, DepthLaw, Fixed, Switch
 from elr_jax.errors import ElrError
 from elr_jax.train.data import DataConfig
 from elr_jax.train.optim import OptimConfig
+from elr_jax.train.processes import Processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,10 @@ class Launch:
     keep: int = 2
     """Newest checkpoints that stay."""
     mesh: str | None = None
-    """Devices by mesh axis, such as data=2,fsdp=4 (`elr_jax.sharding`); None: one device."""
+    """Devices by mesh axis, such as data=2,fsdp=4 (`elr_jax.sharding`); None: one device, or data=all of them where
+    there are several processes."""
+    processes: Processes = field(default_factory=Processes)
+    """Those that train together; a single machine needs none of it."""
     runtime: Runtime = field(default_factory=Runtime)
 
     def __post_init__(self):

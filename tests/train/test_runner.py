@@ -304,13 +304,6 @@ def test_sigterm_saves_once_and_exits_with_zero(tmp_path):
     assert json.loads((tmp_path / "checkpoints" / str(saved) / "manifest.json").read_text())["meta"]["recipe"]
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ElrError, match=r"^2 processes were started"):
-        launch(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 MESHED = """
 import shutil
 import sys
