@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from elr_jax import flops, parameters
-from elr_jax.config import ModelConfig, from_dict, to_dict
+from elr_jax.config import ModelConfig, Runtime, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
@@ -68,7 +68,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, store, meta, place)
     first = int(state.step)
-    step = _compiled(recipe.at(first), launch, place)
+    step = jit_step(recipe.at(first), launch.runtime, place)
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
@@ -79,7 +79,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             state, metrics = step(state, place.batch(batch))
             reporter.report(number, metrics)
             if number == recipe.graft_step:
-                state, step = _graft(state, recipe, place), _compiled(recipe, launch, place)
+                state, step = _graft(state, recipe, place), jit_step(recipe, launch.runtime, place)
             last = number >= recipe.steps or stopped.is_set()
             if last or (launch.save_every and number % launch.save_every == 0):
                 reporter.flush()  # else a kill now would lose the line of a step that is not run again
@@ -161,10 +161,11 @@ class Placement:
         return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh, x.shape)), batch)
 
 
-def _compiled(
-    recipe: Recipe, launch: Launch, place: Placement
+def jit_step(
+    recipe: Recipe, runtime: Runtime, place: Placement
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=launch.runtime)
+    """The program of one step, which takes its state's memory."""
+    step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=runtime)
     return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), None))
 
 
