@@ -1,14 +1,17 @@
 """Fit: what is asked of slices, meshes and plans; the roofs by hand; and a plan from compilation to the documents."""
 
 import dataclasses
+import math
+from functools import partial
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh
 
 from elr_jax import flops, presets
+from elr_jax.cache import cache_bytes
 from elr_jax.collectives import Collective
-from elr_jax.config import Runtime
+from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.depth import Fixed, PerExample
 from elr_jax.errors import ElrError
 from elr_jax.fit import __main__ as command
@@ -29,7 +32,10 @@ from elr_jax.fit.roofline import (
     used_weights,
 )
 from elr_jax.hardware import HARDWARE
+from elr_jax.parameters import param_specs
+from elr_jax.sharding import batch_sharding, param_shardings
 from elr_jax.topologies import Topology, parse_topology
+from elr_jax.train.step import init_state, optimizer_for, state_shardings
 
 TINY = Plan(
     name="tiny_text",
@@ -58,12 +64,22 @@ def test_another_text_is_no_slice(text):
         parse_topology(text)
 
 
-def test_every_plan_has_a_mesh_of_its_slice():
-    for plan in PLANS:
-        for mesh in (plan.mesh, plan.serving_mesh):
-            sizes = [int(part.split("=")[1]) for part in mesh.split(",")]
-            assert jax.numpy.prod(jax.numpy.array(sizes)) == parse_topology(plan.topology).chips, plan.name
-        assert plan.recipe.batch_size % plan.microbatches == 0
+def mesh_of(text):
+    sizes = dict(part.split("=") for part in text.split(","))
+    return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.name}-{plan.topology}")
+def test_a_plan_divides_by_its_meshes(plan):
+    training, serving = mesh_of(plan.mesh), mesh_of(plan.serving_mesh)
+    assert training.size == serving.size == parse_topology(plan.topology).chips
+    batch_sharding(training, (plan.batch_size // plan.microbatches, plan.seq_len))
+    batch_sharding(serving, (plan.requests,))
+    param_shardings(param_specs(plan.model), training)
+    # weights in bfloat16 and the caches of all requests fit; that the rest does, is for the compiler to say
+    entries = cache_bytes(plan.model, tokens=plan.context, dtype="bfloat16")
+    held = 2 * held_weights(plan.model, serving) + plan.requests * sum(entries) / serving.size
+    assert held < HARDWARE[parse_topology(plan.topology).chip].memory
 
 
 def test_another_mesh_is_an_error_of_one_line(monkeypatch):
@@ -186,6 +202,32 @@ def test_a_plan_from_compilation_to_the_documents(here, tmp_path, capsys, monkey
     update(tmp_path, [dataclasses.replace(train, temporaries=17 * 10**9, total=18 * 10**9)])
     text = (tmp_path / "scale.md").read_text()
     assert "no: 2.0 GB too much" in text and text.count("| tiny_text | train |") == 3, "a newer row replaces the older"
+
+
+@pytest.mark.aot
+def test_a_small_plan_on_four_chips_that_are_not_here():
+    """The state of a chip is the sum of its shards, and weights are gathered and gradients summed over the chips."""
+    pytest.importorskip("libtpu", reason="the aot extra brings the compilers")
+    sizes = {"attention": AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=128), "mlp": MLPConfig(d_ff=1024)}
+    model = dataclasses.replace(TINY.model, d_model=512, vocab_size=256, **sizes)
+    plan = dataclasses.replace(TINY, model=model, topology="v5e:2x2", mesh="fsdp=4", serving_mesh="data=2,tensor=2")
+    plan = dataclasses.replace(plan, batch_size=16, seq_len=256, requests=4)
+    train, decode = fit_rows.fit(plan, "train"), fit_rows.fit(plan, "decode")
+    mesh = AbstractMesh((4,), ("fsdp",))
+    places = jax.tree.leaves(state_shardings(plan.recipe, mesh))
+    leaves = jax.tree.leaves(jax.eval_shape(partial(init_state, plan.recipe, optimizer_for(plan.recipe))))
+    shards = [math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(leaves, places, strict=True)]
+    batch = 4 * 4 * 16 * 256 / 4
+    assert train.arguments == pytest.approx(4 * sum(shards) + batch, rel=0.01)
+    assert sum(shards) < 0.26 * 3 * flops.num_params(model)
+    matrices = 2 * (flops.num_params(model) - 2 * 512 * 256)
+    gathered = sum(
+        size for kind, (_, size) in train.collectives.items() if kind in ("all-gather", "collective-permute")
+    )
+    assert gathered > matrices, "weights in bfloat16, where they are used"
+    assert train.load.sent > 0 and train.times.links > 0
+    weights = 2 * flops.num_params(model) / 2
+    assert 0.9 * weights < decode.arguments < 2.5 * weights, "half of the weights, and caches"
 
 
 def test_what_has_no_program_is_told(here, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """Models with a slice, a mesh, a recipe and a serving batch that `make fit` tells of, by name."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elr_jax import presets
 from elr_jax.config import ModelConfig, Runtime
@@ -56,6 +56,7 @@ GPT = Plan(
     optim=OptimConfig(optimizer="muon"),
     batch_size=128,
     seq_len=2048,
+    microbatches=16,
     serving_mesh="data=8",
     requests=64,
     context=2048,
@@ -70,7 +71,32 @@ DORY = Plan(
     serving_mesh="data=16,tensor=4",
     requests=256,
 )
-PLANS = (GPT, DORY)
+KOI = replace(
+    DORY,
+    name="koi_4b",
+    model=presets.koi_4b(),
+    serving_mesh="data=8,tensor=8",
+)
+MIXTURE = Plan(
+    name="elr_30b_a3b",
+    model=presets.elr_30b_a3b(),
+    topology="v5p:4x4x4",
+    mesh="fsdp=8,expert=8",
+    depth=DORY.depth,
+    batch_size=256,
+    serving_mesh="data=8,expert=8",
+    requests=256,
+)
+ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16"}
+PLANS = (
+    GPT,
+    DORY,
+    replace(DORY, **ON_V5P, serving_mesh="data=4,tensor=4"),
+    KOI,
+    replace(KOI, **ON_V5P, serving_mesh="data=2,tensor=8"),
+    MIXTURE,
+    replace(MIXTURE, topology="h200:1x1x8", mesh="expert=8", serving_mesh="expert=8", batch_size=64, microbatches=8),
+)
 
 
 def find_plan(name: str, topology: str | None) -> Plan:
