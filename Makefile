@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo setup test test-slow test-all test-newest aot aot-tests lint format types clean
+.PHONY: help demo setup test test-slow test-all test-newest aot aot-tests fit fit-table lint format types clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ aot: ## Compile every kernel and a training step for TPUs and H200 (none is need
 # One process: libtpu's lock file lets one load it at a time.
 aot-tests: $(AOT)
 	$(BIN)/python -m pytest -m aot --timeout 1800
+
+fit: ## Compile full-size models for slices of TPUs and H200s (none is needed) and tell what fits (most of an hour)
+	$(MAKE) fit-table VENV=.venv-aot
+
+fit-table: $(AOT)
+	$(BIN)/python -m elr_jax.fit all
 
 test-newest: ## Run the default tests in a second environment with the Python NEWEST (python3.12)
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest

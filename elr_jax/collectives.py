@@ -18,6 +18,8 @@ _COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<op>{_OPS})(?P<start>-start)?\("
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_TEST = re.compile(r"ROOT .* compare\(%([\w.\-]+), %([\w.\-]+)\), direction=LT")
 
 
 class Collective(NamedTuple):
@@ -51,21 +53,23 @@ def collectives(text: str) -> list[Collective]:
     """
     computations, entry = _computations(text)
 
-    def walk(name: str, runs: int, rounds: bool) -> Iterator[Collective]:
+    def walk(name: str, runs: int, rounds: bool, begun: set[str]) -> Iterator[Collective]:
+        own: set[str] = set()  # TPU: one that goes on behind several fusions is written in each, on one channel
         for line in computations.get(name, ()):
-            found = _COLLECTIVE.search(line)
-            if found:
+            found, channel = _COLLECTIVE.search(line), _CHANNEL.search(line)
+            if found and not (channel and channel[1] in begun):
                 yield _collective(line, found, runs, rounds)
+                begun.update(channel.groups() if channel else ())
             here, unknown = runs, rounds
             if " while(" in line:
-                trips = _TRIPS.search(line)
-                here, unknown = runs * int(trips.group(1) if trips else 1), rounds or trips is None
+                trips = _trips(line, computations)
+                here, unknown = runs * (trips or 1), rounds or trips is None
             branches = _BRANCHES.search(line)
             inner = _CALLED.findall(line) + ([] if branches is None else re.findall(r"[\w.\-]+", branches.group(1)))
             for one in inner:
-                yield from walk(one, here, unknown)
+                yield from walk(one, here, unknown, own if " fusion(" in line else set())
 
-    return list(walk(entry, 1, False))
+    return list(walk(entry, 1, False, set()))
 
 
 def totals(found: list[Collective]) -> dict[str, dict[str, list[int]]]:
@@ -89,6 +93,40 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif line.startswith(" "):
             lines.append(line)
     return computations, entry
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int | None:
+    """Runs of a loop's body: as told, or by a counter from 0 to a constant (TPU); None: known at run time only."""
+    told = _TRIPS.search(line)
+    if told:
+        return int(told[1])
+    condition, body = (
+        computations.get(re.findall(rf"{part}=%?([\w.\-]+)", line)[0], []) for part in ("condition", "body")
+    )
+    test = next(filter(None, map(_TEST.match, (one.strip() for one in condition))), None)
+    counter, most = (None, None) if test is None else (_index(condition, test[1]), _constant(condition, test[2]))
+    if counter is None or most is None:
+        return None
+    root = next(re.sub(r"/\*.*?\*/", "", one) for one in body if "ROOT" in one)
+    operands = re.findall(r"%([\w.\-]+)", root[root.rindex(" tuple(") :])
+    added = re.search(r" add\(%[\w.\-]+, %([\w.\-]+)\)", _defined(body, operands[counter]))
+    step = _constant(body, added[1]) if added else None
+    return -(-most // (step or 1))
+
+
+def _defined(lines: list[str], name: str) -> str:
+    """The instruction of that name."""
+    return next((line for line in lines if line.split(" = ")[0].endswith(f"%{name}")), "")
+
+
+def _constant(lines: list[str], name: str) -> int | None:
+    found = re.search(r" constant\((\d+)\)", _defined(lines, name))
+    return int(found[1]) if found else None
+
+
+def _index(lines: list[str], name: str) -> int | None:
+    found = re.search(r" get-tuple-element\(.*\), index=(\d+)", _defined(lines, name))
+    return int(found[1]) if found else None
 
 
 def _collective(line: str, found: re.Match[str], runs: int, rounds: bool) -> Collective:

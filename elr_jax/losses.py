@@ -9,6 +9,7 @@ from flax import struct
 
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.moe import Routing
+from elr_jax.sharding import ACTIVATIONS, constrain, cut_by
 from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int, Logits, Tokens, widen
 
 CHUNK_BYTES = 1 << 27
@@ -63,30 +64,35 @@ def linear_cross_entropy(
     float32 logits hold) instead of all logits and their gradients. Products are in the type of `x`, sums in float32 or
     wider; targets and weights get no gradient.
     """
-    tokens = math.prod(targets.shape)
-    most = chunk or max(1, CHUNK_BYTES // (4 * head.shape[1]))
-    count = -(-tokens // most)
-    cut = partial(_cut, count=count, size=-(-tokens // count))
-    total, loss, right = _chunked(cut(x.reshape(tokens, -1)), head, cut(targets.ravel()), cut(weights.ravel()))
-    whole = lambda y: y.ravel()[:tokens].reshape(targets.shape)
+    length, rows = targets.shape[-1], math.prod(targets.shape[:-1])
+    # every chunk has tokens of all rows, so that devices which share the rows out share each chunk out
+    most = chunk or CHUNK_BYTES * math.prod(map(cut_by, ACTIVATIONS["batch"])) // (4 * head.shape[1])
+    count = -(-length // max(1, most // rows))
+    cut = partial(_cut, count=count, axis=targets.ndim - 1)
+    total, loss, right = _chunked(cut(x), head, cut(targets), cut(weights))
+    whole = lambda y: jnp.moveaxis(y, 0, -2).reshape(*targets.shape[:-1], -1)[..., :length]
     return total, TokenScores(loss=jax.lax.stop_gradient(whole(loss)), right=whole(right))
 
 
-Chunks = Float[Array, "chunks N D"]
-Scores = tuple[Float[Array, ""], Float[Array, "chunks N"], Bool[Array, "chunks N"]]
+Chunks = Float[Array, "chunks *B N D"]
+Scores = tuple[Float[Array, ""], Float[Array, "chunks *B N"], Bool[Array, "chunks *B N"]]
 
 
-def _cut(x: Array, *, count: int, size: int) -> Array:
-    """The first axis in `count` equal pieces, filled up with zeros: tokens of weight 0."""
-    sides = [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, sides).reshape(count, size, *x.shape[1:])
+def _cut(x: Array, *, count: int, axis: int) -> Array:
+    """The axis of tokens in `count` equal pieces, which come first, filled up with zeros: tokens of weight 0."""
+    size = -(-x.shape[axis] // count)
+    sides = [(0, 0)] * x.ndim
+    sides[axis] = (0, count * size - x.shape[axis])
+    pieces = jnp.pad(x, sides).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    pieces = jnp.moveaxis(pieces, axis, 0)
+    return pieces if axis == 0 else constrain(pieces, None, "batch", "sequence", *[None] * (x.ndim - 2))
 
 
 @jax.custom_vjp
 def _chunked(
-    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks N"], weights: Float[Array, "chunks N"]
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks *B N"], weights: Float[Array, "chunks *B N"]
 ) -> Scores:
-    head = head.astype(x.dtype)
+    head = _working(head, x)
 
     def one(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = part
@@ -98,18 +104,19 @@ def _chunked(
 
 
 def _forward(
-    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks N"], weights: Float[Array, "chunks N"]
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks *B N"], weights: Float[Array, "chunks *B N"]
 ) -> tuple[Scores, tuple[Chunks, Array]]:
-    working = head.astype(x.dtype)
+    working = _working(head, x)
 
     def one(carry: tuple[Array, Array], part: tuple[Array, Array, Array]):
         total, slope = carry
         x, targets, weights = part
         loss, right, share = _scores(wide_product(x, working), targets)
-        here = jnp.arange(head.shape[1]) == targets[:, None]
-        error = (weights[:, None] * (share - here)).astype(x.dtype)
-        slope += jax.lax.dot_general(x, error, (((0,), (0,)), ((), ())), preferred_element_type=slope.dtype)
-        back = jax.lax.dot_general(error, working, (((1,), (1,)), ((), ())), preferred_element_type=slope.dtype)
+        here = jnp.arange(head.shape[1]) == targets[..., None]
+        error = (weights[..., None] * (share - here)).astype(x.dtype)
+        tokens = tuple(range(targets.ndim))
+        slope += jax.lax.dot_general(x, error, ((tokens, tokens), ((), ())), preferred_element_type=slope.dtype)
+        back = jnp.matmul(error, working.T, preferred_element_type=slope.dtype)
         return (total + jnp.sum(weights * loss), slope), (loss, right, back.astype(x.dtype))
 
     start = _zero(x), jnp.zeros(head.shape, _zero(x).dtype)
@@ -125,13 +132,18 @@ def _backward(made: tuple[Chunks, Array], cotangent: Scores):
 _chunked.defvjp(_forward, _backward)
 
 
-def _scores(logits: Float[Array, "N V"], targets: Int[Array, "N"]):
+def _scores(logits: Float[Array, "*B N V"], targets: Int[Array, "*B N"]):
     """Loss, whether the target is the maximum, and the softmax."""
     highest = jnp.max(logits, axis=-1, keepdims=True)
     powers = jnp.exp(logits - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    target = jnp.take_along_axis(logits, targets[:, None], axis=-1)
-    return (highest + jnp.log(total) - target)[:, 0], (target == highest)[:, 0], powers / total
+    target = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    return (highest + jnp.log(total) - target)[..., 0], (target == highest)[..., 0], powers / total
+
+
+def _working(head: Float[Array, "D V"], x: Array) -> Float[Array, "D V"]:
+    """The head in the type of `x`, gathered once for all chunks."""
+    return constrain(head.astype(x.dtype), None, "vocab")
 
 
 def _zero(x: Array) -> Float[Array, ""]:

@@ -24,38 +24,13 @@ from elr_jax import flops, presets
 from elr_jax.cache import CacheMode, cache_bytes, init_cache
 from elr_jax.config import ModelConfig, decoder_of, from_dict, read_json
 from elr_jax.errors import ElrError, one_line_errors
+from elr_jax.hardware import HARDWARE
 from elr_jax.parameters import param_specs
 from elr_jax.params import count_params
 
 Dtype = Literal["float32", "bfloat16", "float8"]
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 GIB = 2**30
-
-
-class Hardware(NamedTuple):
-    """Bytes of memory, bytes a second and dense bfloat16 operations a second of all `devices`; makers' figures."""
-
-    devices: int
-    memory: float
-    bandwidth: float
-    flops: float
-    source: str
-
-
-def _devices(count: int, memory: float, bandwidth: float, flops: float, source: str) -> Hardware:
-    return Hardware(count, count * memory, count * bandwidth, count * flops, source)
-
-
-HARDWARE = {
-    "a100": _devices(1, 80e9, 2.039e12, 312e12, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": _devices(1, 80e9, 3.35e12, 989e12, "NVIDIA H100 SXM data sheet"),
-    "h200": _devices(1, 141e9, 4.8e12, 989e12, "NVIDIA H200 SXM data sheet"),
-    "b200": _devices(1, 180e9, 7.7e12, 2.25e15, "NVIDIA HGX B200 data sheet"),
-    "gb200x4": _devices(4, 186e9, 8e12, 2.5e15, "NVIDIA GB200 NVL72 data sheet, a 72nd of it times 4"),
-    "v5e": _devices(1, 16e9, 0.819e12, 197e12, "Google Cloud TPU v5e"),
-    "v5p": _devices(1, 95e9, 2.765e12, 459e12, "Google Cloud TPU v5p"),
-    "v6e": _devices(1, 32e9, 1.64e12, 918e12, "Google Cloud TPU v6e"),
-}
 
 
 class Cost(NamedTuple):
@@ -181,7 +156,7 @@ def serving_cost(config: ModelConfig, settings: Serving, hardware: str, policy: 
         config, settings, loops
     )
     prefill_reads = weight_reads(config, prompt_loops, tokens=settings.context) * width
-    decode = max(step / device.flops, moved / device.bandwidth)
+    decode = device.roofline(step, moved)
     return Cost(
         hardware=hardware,
         policy=policy,
@@ -192,7 +167,7 @@ def serving_cost(config: ModelConfig, settings: Serving, hardware: str, policy: 
         pool=pool,
         pool_tokens=pool_tokens(pool, token_bytes),
         requests=max(int(pool // request_bytes), 0),
-        prefill=max(reading / device.flops, prefill_reads / device.bandwidth),
+        prefill=device.roofline(reading, prefill_reads),
         decode=decode,
         tokens_per_second=settings.batch / decode,
     )

@@ -9,6 +9,7 @@ import matplotlib
 import tyro
 
 from elr_jax.errors import one_line_errors
+from elr_jax.sections import write_section
 from experiments.bases import TextFlags, references
 from experiments.reporting import (
     Table,
@@ -19,7 +20,6 @@ from experiments.reporting import (
     loops_axis,
     loops_table,
     provenance,
-    write_section,
 )
 from experiments.results import Claim, Results
 from experiments.sweep import Cell, answer

@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.reporting import Table, write_section
+from elr_jax.sections import write_section
+from experiments.reporting import Table
 from experiments.results import FILE, Claim, Results, read_lines
 from experiments.sweep import ROOT
 

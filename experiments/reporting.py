@@ -1,4 +1,4 @@
-"""What all reports share: the README's generated sections, tables, and figures."""
+"""What all reports share: tables and figures."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,20 +33,6 @@ class Table:
         for row in self.rows:
             table.add_row(*row)
         return table
-
-
-def write_section(path: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- /name -->`, at the end where there is no such place."""
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    if opening not in before:
-        before = f"{before.rstrip()}\n\n{opening}\n{closing}\n".lstrip()
-    head, rest = before.split(opening, 1)
-    tail = rest.split(closing, 1)[1]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")  # another sweep of the same experiment may be reading
-    fresh.write_text(f"{head}{opening}\n{text.strip()}\n{closing}{tail}", encoding="utf-8")
-    fresh.replace(path)
 
 
 def mean_and_spread(values: np.ndarray, digits: int = 3) -> str:

@@ -102,7 +102,7 @@ def modelled(cases: list[tuple[str, Case]], chip: Chip) -> Iterator[Row]:
                     program = compile(wrap(case.forward(form)), *case.operands)
                     cost = program.cost_analysis() or {}
                     # XLA knows nothing of a kernel's own time, and gives no time at all for some programs
-                    around = cost.get("bytes accessed", 0) / chip.bandwidth
+                    around = cost.get("bytes accessed", 0) / chip.hardware.bandwidth
                     seconds[form] = max(cost.get("optimal_seconds", 0), around)
                     if form != "xla":
                         seconds[form] += _least(case, chip, kind)
@@ -144,7 +144,7 @@ def _runs(run: Callable[..., Any], operands: list[Array]) -> bool:
 def _least(case: Case, chip: Chip, kind: str) -> float:
     """Seconds of the roofline; gradients cost two forward passes more in arithmetic and in memory."""
     passes = 1 if kind == "forward" else 3
-    return chip.roofline(passes * case.flops, passes * case.bytes)
+    return chip.hardware.roofline(passes * case.flops, passes * case.bytes)
 
 
 def _draw(shape: jax.ShapeDtypeStruct, seed: int) -> Array:

@@ -55,6 +55,57 @@ def test_every_op_is_counted_with_its_bytes_group_and_runs():
         collectives(PROGRAM.replace("device_ids=([2,4]T(1,0)) {'b'}", ""))
 
 
+ON_TPU = """HloModule jit_step
+
+%step.1 (a: f32[16,8], b: f32[2]) -> f32[128,8] {
+  ROOT %gathered = f32[128,8]{1,0} all-gather(%a), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%step.2 (a: f32[16,8], b: f32[2]) -> f32[128,8] {
+  ROOT %gathered.2 = f32[128,8]{1,0} all-gather(%a), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%few (state: (f32[8], s32[], s32[])) -> pred[] {
+  %most = s32[]{:T(128)} constant(7)
+  %state = (f32[8], s32[], s32[]) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%state), index=1
+  ROOT %less = pred[]{:T(512)} compare(%at, %most), direction=LT
+}
+
+%in_twos (state: (f32[8], s32[], s32[])) -> (f32[8], s32[], s32[]) {
+  %two = s32[]{:T(128)} constant(2)
+  %state.2 = (f32[8], s32[], s32[]) parameter(0)
+  %before = s32[]{:T(128)} get-tuple-element(%state.2), index=1
+  %moved = f32[8]{0} collective-permute(%value), channel_id=8, source_target_pairs={{0,1},{1,0}}
+  %after = s32[]{:T(128)} add(%before, %two), metadata={op_name="while"}
+  ROOT %next = (f32[8]{0}, s32[], /*index=2*/s32[]) tuple(%moved, %after, /*index=2*/%rest)
+}
+
+%bound (state: (f32[8], s32[], s32[])) -> pred[] {
+  %state.3 = (f32[8], s32[], s32[]) parameter(0)
+  %now = s32[] get-tuple-element(%state.3), index=1
+  %last = s32[] get-tuple-element(%state.3), index=2
+  ROOT %less.2 = pred[] compare(%now, %last), direction=LT
+}
+
+ENTRY %main (weights: f32[16,8]) -> f32[128,8] {
+  %begun = f32[128,8] fusion(%weights, %other), kind=kCustom, calls=%step.1
+  %done = f32[128,8] fusion(%begun, %other), kind=kCustom, calls=%step.2
+  %pieces = (f32[8], s32[], s32[]) while(%first), condition=%few, body=%in_twos
+  %rounds = (f32[8], s32[], s32[]) while(%second), condition=%bound, body=%in_twos
+}
+"""
+
+
+def test_a_tpus_program_is_read_by_its_counters_and_channels():
+    """Loops tell no trip count, and a gather behind two fusions is written twice."""
+    assert collectives(ON_TPU) == [
+        Collective("all-gather", 4 * 128 * 8, 8, 1, False, ""),
+        Collective("collective-permute", 32, 1, 4, False, ""),
+        Collective("collective-permute", 32, 1, 1, True, ""),
+    ]
+
+
 @pytest.fixture(scope="module")
 def recorded():
     return json.loads(GOLDEN.read_text())

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elr_jax import flops, parameters
-from elr_jax.config import ModelConfig, from_dict, to_dict
+from elr_jax.config import ModelConfig, Runtime, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
@@ -65,7 +65,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, store, meta, place)
     first = int(state.step)
-    step = _compiled(recipe.at(first), launch, place)
+    step = jit_step(recipe.at(first), launch.runtime, place)
     log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
@@ -77,7 +77,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             state, metrics = step(state, place.batch(batch, recipe.batch_size))
             reporter.report(number, metrics)
             if number == recipe.graft_step:
-                state, step = _graft(state, recipe, place), _compiled(recipe, launch, place)
+                state, step = _graft(state, recipe, place), jit_step(recipe, launch.runtime, place)
             stopping = stopped()
             last = number >= recipe.steps or stopping
             if last or (launch.save_every and number % launch.save_every == 0):
@@ -130,10 +130,11 @@ def _config(meta: checkpoint.Meta) -> ModelConfig:
     return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
 
 
-def _compiled(
-    recipe: Recipe, launch: Launch, place: Placement
+def jit_step(
+    recipe: Recipe, runtime: Runtime, place: Placement
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=launch.runtime)
+    """The program of one step, which takes its state's memory."""
+    step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=runtime)
     return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), place.everywhere))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from elr_jax.sections import write_section
 from experiments.elastic_text.claims import CLAIMS
 from experiments.reporting import (
     claims_table,
@@ -15,7 +16,6 @@ from experiments.reporting import (
     loops_axis,
     loops_table,
     provenance,
-    write_section,
 )
 from experiments.results import Results
 from experiments.sweep import Cell

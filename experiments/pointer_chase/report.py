@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from elr_jax.sections import write_section
 from experiments.pointer_chase.claims import CLAIMS
 from experiments.reporting import (
     Table,
@@ -15,7 +16,6 @@ from experiments.reporting import (
     loops_table,
     mean_and_spread,
     provenance,
-    write_section,
 )
 from experiments.results import Results
 from experiments.sweep import Cell

@@ -1,7 +1,7 @@
 """The index is made from claims and results files, and keeps what people wrote around it."""
 
+from elr_jax.sections import write_section
 from experiments.index import main, write_index
-from experiments.reporting import write_section
 from experiments.results import Claim, Results
 
 

@@ -12,6 +12,7 @@ from elr_jax import presets
 from elr_jax.config import LoopRule, Runtime, SphereConfig
 from elr_jax.depth import PerExample
 from elr_jax.parameters import param_specs
+from elr_jax.topologies import PACKAGES
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
@@ -19,7 +20,6 @@ from elr_jax.train.step import init_state, train_step
 from pallas_kernels.bench import OPS, cases_of
 from pallas_kernels.chips import CHIPS, compiler
 
-NEEDED = {"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}
 CALLS = {"pallas_tpu": ("tpu_custom_call",), "pallas_gpu": ("mosaic_gpu", "xla.gpu.triton")}
 CASES = [pytest.param(case, id=f"{op}-{case.name}") for op in OPS for case in cases_of(op)]
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module", params=CHIPS)
 def chip(request):
     found = CHIPS[request.param]
-    pytest.importorskip(NEEDED[found.topology["platform"]], reason="the aot extra brings the compilers")
+    pytest.importorskip(PACKAGES[found.topology.platform], reason="the aot extra brings the compilers")
     return found
 
 
