@@ -30,6 +30,7 @@ from elr_jax.sharding import batch_sharding, make_mesh
 from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
+from elr_jax.train.lock import only_run
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate
 from elr_jax.train.settings import Launch, Recipe, TextRun
@@ -51,11 +52,11 @@ def train_text(run: TextRun) -> list[LoopResult]:
 
 
 def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Dataset) -> list[LoopResult]:
-    """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty after SIGTERM).
+    """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty if SIGTERM came before).
 
     Raises:
-        ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or
-            a write that failed.
+        ElrError: a vocabulary that does not fit, a folder that another process trains in or whose checkpoint belongs to
+            another recipe or other data, or a write that failed.
     """
     if jax.process_count() > 1:
         raise ElrError(f"{jax.process_count()} processes were started: the train step runs in one so far")
@@ -65,6 +66,19 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         )
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
     place = Placement(None if launch.mesh is None else make_mesh(launch.mesh))
+    with only_run(launch.out):
+        return _train(recipe, launch, meta, place, training=training, validation=validation)
+
+
+def _train(
+    recipe: Recipe,
+    launch: Launch,
+    meta: checkpoint.Meta,
+    place: "Placement",
+    *,
+    training: Dataset,
+    validation: Dataset,
+) -> list[LoopResult]:
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, store, meta, place)
     first = int(state.step)
@@ -89,7 +103,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             if last:
                 break
         reporter.flush()
-        if not stopped.is_set():
+        if int(state.step) == recipe.steps:
             results = score(recipe.steps, state.params)
     _tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
     return results
