@@ -91,7 +91,7 @@ def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: O
     return carry, _Saved(stacked=buffers, operands=operands, last=last, **static)
 
 
-def _buffer(max_rounds: int, leaf: jax.ShapeDtypeStruct, space: jax.memory.Space) -> Array:
+def _buffer(max_rounds: int, leaf: jax.ShapeDtypeStruct, space: Any) -> Array:
     """Room for a residual of every round, in the memory that the residual is in."""
     room = jnp.zeros((max_rounds, *leaf.shape), leaf.dtype)
     return jax.device_put(room, space) if space == jax.memory.Space.Host else room

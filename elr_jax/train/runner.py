@@ -31,7 +31,7 @@ from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.lock import only_run
-from elr_jax.train.metrics import MetricsWriter
+from elr_jax.train.metrics import MetricsWriter, peak_flops
 from elr_jax.train.optim import learning_rate
 from elr_jax.train.settings import Launch, Recipe, TextRun
 from elr_jax.train.step import (
@@ -83,7 +83,7 @@ def _train(
     state = _start(recipe, store, meta, place)
     first = int(state.step)
     step = _compiled(recipe.at(first), launch, place)
-    log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
+    log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first, peak_flops=place.peak_flops(launch))
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
     with log, place.in_use(), _stop_on_sigterm() as stopped:
@@ -166,6 +166,12 @@ class Placement:
             return shapes
         struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         return jax.tree.map(struct, shapes, self.state(recipe))
+
+    def peak_flops(self, launch: Launch) -> float | None:
+        """Operations a second of all devices in use at best, as told or as the maker says; None: not known."""
+        devices = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        each = peak_flops(devices[0].device_kind) if launch.peak_tflops is None else 1e12 * launch.peak_tflops
+        return None if each is None else each * len(devices)
 
     def batch(self, batch: Batch) -> Batch:
         """The batch on its devices."""

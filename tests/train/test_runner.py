@@ -239,6 +239,15 @@ def test_every_step_is_told_once(finished):
     }
 
 
+def test_mfu_is_the_share_of_the_peak_that_executed_operations_are(finished, tmp_path):
+    launch(tmp_path, peak_tflops=1e-6)
+    steps = [line for line in read_metrics(tmp_path) if "flops_per_second" in line]
+    assert len(steps) == 5 and all(line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6) for line in steps)
+    assert not any("mfu" in line for line in read_metrics(finished[0])), "nobody knows a CPU's peak"
+    with pytest.raises(ElrError, match=r"^peak_tflops=0 must be above 0$"):
+        Launch(out="", peak_tflops=0)
+
+
 def test_a_finished_run_launched_again_only_evaluates(finished, tmp_path):
     out, results = finished
     again = shutil.copytree(out, tmp_path / "again")
