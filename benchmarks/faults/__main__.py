@@ -1,6 +1,6 @@
 """What faults do to a training run: each is done to real processes, and what came of it goes into docs/reliability.md.
 
-    python -m benchmarks.faults              about ten minutes on two cores that are free
+    python -m benchmarks.faults              ten to twenty minutes on two cores
     python -m benchmarks.faults --kills 5    a few minutes
 
 The run is a very small one, compared bit for bit with itself undisturbed. Expect no batch seen twice or never, and the

@@ -55,8 +55,9 @@ def damaged(straight: Straight, stopped: Life, name: str, *, seed: int) -> Row:
     return Row(
         fault=f"{name} checkpoint",
         done=f"each of the {len(files)} files of the newest checkpoint, at a random place (seed {seed})",
-        happened=f"{held} of {len(files)} found, by digest, and the checkpoint before read instead; "
-        "the damaged one is set aside with a warning",
+        happened=("each" if held == len(files) else f"ONLY {held}")
+        + " found, by digest, and the checkpoint before read instead; "
+        + ("set aside with a warning" if "moved the damaged" in end.errors else "NOT SET ASIDE"),
         exit=str(end.code),
         **costs(life, straight),
     )

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from benchmarks.faults.child import Life, digest, final_state, notes_of, state_of
 from benchmarks.faults.lives import CLOCK, SAVE_EVERY, End, Straight, begin, costs, finish, noted, stop, wait, wait_for
-from benchmarks.faults.story import Row, effective, read_lives, seen_wrongly
+from benchmarks.faults.story import Given, Row, effective, lost_steps, read_lives, seen_wrongly
 from elr_jax.config import Runtime
 from elr_jax.train.metrics import read_metrics
 
@@ -140,8 +140,8 @@ def nan_batch(straight: Straight) -> Row:
         happened=f"parameters {'as before the step' if kept else 'CHANGED'}, counted as "
         f"{'one skipped step' if counted else 'SOMETHING ELSE'}, training went on",
         exit=str(end.code),
-        lost="0",
-        data=seen_wrongly(effective(read_lives(notes_of(again.launch.out))), _given(life)),
+        lost=str(sum(lost_steps(read_lives(notes_of(again.launch.out))))),
+        data=seen_wrongly(_given(again), _given(life)),
         same=f"{'yes' if same else 'NO'}, to the same run stopped and resumed",
     )
 
@@ -159,7 +159,7 @@ def clock_jump(straight: Straight) -> Row:
         fault="clock jump",
         done="wall and monotonic clock a day on, two back, one on",
         happened=f"metrics {'in order of steps' if ordered else 'OUT OF ORDER'}, rates "
-        f"{'finite' if sound else 'NOT FINITE'} ({len(rates)} of them)",
+        f"{'finite' if sound else 'NOT FINITE'} where told ({len(rates)} of {2 * len(lines) - 2})",
         exit=str(end.code),
         **costs(life, straight),
     )
@@ -184,7 +184,7 @@ def _quoted(end: End, life: Life) -> str:
     return f"“{said}”"
 
 
-def _given(life: Life):
+def _given(life: Life) -> list[Given]:
     return effective(read_lives(notes_of(life.launch.out)))
 
 

@@ -91,7 +91,9 @@ def sound(row: Row) -> bool:
     return row.data in ("none", "–") and not any(_WRONG.search(cell) for cell in (row.happened, row.same))
 
 
-_WRONG = re.compile(r"\b(NO|CHANGED|SOMETHING ELSE|OUT OF ORDER|NOT FINITE|CODE WAS RUN)\b")
+_WRONG = re.compile(
+    r"\b(NO|NOT|CHANGED|SOMETHING ELSE|OUT OF ORDER|ONLY|STARTED ELSEWHERE|CODE WAS RUN|ANOTHER EXIT)\b"
+)
 
 
 def markdown(rows: Iterable[Row], shown: Sequence[str] = HEADINGS) -> str:

@@ -95,4 +95,13 @@ def test_every_fault_once(tmp_path):
     rows = main(Faults(kills=3, steps=22, out=str(tmp_path / "reliability.md")))
     assert len(rows) == len(FAULTS) + len(DAMAGES) + 9
     assert all(map(sound, rows)), [row for row in rows if not sound(row)]
+    exits = {row.fault: row.exit for row in rows if not row.done.startswith("not tried")}
+    refused = ("disk full", "write refused", "read-only", "another recipe", "every checkpoint damaged")
+    for fault, code in exits.items():
+        if fault.startswith(refused):
+            assert code == "2, then 0", fault
+    assert exits["two runs in one folder"] == "2, the first 0"
+    assert (
+        exits["kill -9"] == "−9, at last 0" and exits["truncated checkpoint"] == exits["bit-flipped checkpoint"] == "0"
+    )
     assert "killed 3 times" in (tmp_path / "reliability.md").read_text()
