@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,9 @@ def read_torch(path: Path) -> dict[str, Held]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle's, zip's, torch's and the system's own
-        words = " ".join(str(error).split())[:160]
+        # torch's own words on a pickle that is more than tensors advise to run it
+        more = isinstance(error, pickle.UnpicklingError)
+        words = "it holds other objects" if more else " ".join(str(error).split())[:160]
         raise ElrError(f"{path} can't be read as tensors alone ({type(error).__name__}: {words})") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ElrError(f"{path} holds something else than tensors by name: give a state dict")

@@ -357,8 +357,9 @@ class Runtime:
     """Type of activations and of the weights' working copy; sums are float32 or wider. float64 needs jax_enable_x64."""
     loop: Literal["bounded", "scan"] = "bounded"
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
-    remat: Literal["none", "dots", "layer", "round"] = "layer"
-    """What the backward pass keeps: everything, products, each layer's input, or each round's incoming state."""
+    remat: Literal["none", "dots", "layer", "offload", "round"] = "layer"
+    """What the backward pass keeps: everything, products, each layer's input (with `offload` in the host's memory), or
+    each round's incoming state."""
     gather_core: bool = True
     """On a mesh with `data` or `fsdp`: gather the core's weights before its rounds and sum their gradients after them.
 

@@ -37,3 +37,19 @@ HARDWARE = {
     "v6e": _devices(1, 32e9, 1.64e12, 918e12, 400e9, "Google Cloud TPU v6e"),
 }
 """Makers give the links of both directions together: NVLink 600, 900 and 1,800 GB/s, TPU 400, 1,200 and 800 GB/s."""
+_KINDS = {
+    **{f"TPU {kind}": "v5e" for kind in ("v5 lite", "v5e")},
+    **{f"TPU {kind}": "v5p" for kind in ("v5", "v5p")},
+    **{f"TPU {kind}": "v6e" for kind in ("v6 lite", "v6e")},
+    **{f"NVIDIA A100-SXM4-{memory}GB": "a100" for memory in (40, 80)},
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200x4",
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 operations a second of one device by JAX's name of its kind; None where that is not known."""
+    found = HARDWARE.get(_KINDS.get(device_kind, ""))
+    return None if found is None else found.flops / found.devices

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
 from elr_jax.config import ModelConfig, Runtime
@@ -17,9 +18,16 @@ from elr_jax.sharding import constrain
 from elr_jax.typing import Array, Float, Hidden, widen
 from pallas_kernels.sphere_step import sphere_step
 
+_LAYER_INPUT = "layer_input"
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "layer": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "round": jax.checkpoint_policies.nothing_saveable,  # the core is replayed whole: model.py takes its layers out
 }
 
@@ -90,6 +98,7 @@ def apply_stack(
 
 def _remat(letter: str, config: ModelConfig, runtime: Runtime):
     def without_cache(x: Hidden, params: SubLayer, context: Context, before: Any) -> tuple[Hidden, KV | None, Any]:
+        x = checkpoint_name(x, _LAYER_INPUT)
         x, made = sub_layer(letter, x, params, context, config, before)
         return x, made.shared if letter == "G" else None, None if LAYERS[letter].carry is None else made
 

@@ -74,16 +74,27 @@ def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: O
         leaves, static["structure"] = jax.tree.flatten(pull)
         shared = {id(leaf): j for j, leaf in enumerate(jax.tree.leaves(operands))}
         static["sources"] = tuple(shared.get(id(leaf)) for leaf in leaves)
-        return carry, [None if id(leaf) in shared else leaf for leaf in leaves]
+        made = [None if id(leaf) in shared else leaf for leaf in leaves]
+        static["spaces"] = jax.tree.map(lambda leaf: jax.typeof(leaf).memory_space, made)
+        return carry, made
 
     def save(i: Array, state: tuple[Carry, list[Array | None]]) -> tuple[Carry, list[Array | None]]:
         carry, made = step(i, state[0])
-        return carry, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf), state[1], made)
+        # a slice, since XLA updates nothing else in the host's memory
+        put = lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, i, 0)
+        return carry, jax.tree.map(put, state[1], made)
 
     _, shapes = jax.eval_shape(step, jnp.int32(0), carry)
-    buffers = jax.tree.map(lambda leaf: jnp.zeros((max_rounds, *leaf.shape), leaf.dtype), shapes)
+    buffers = jax.tree.map(partial(_buffer, max_rounds), shapes, static["spaces"])
     carry, buffers = lax.fori_loop(0, last, save, (carry, buffers))
+    del static["spaces"]
     return carry, _Saved(stacked=buffers, operands=operands, last=last, **static)
+
+
+def _buffer(max_rounds: int, leaf: jax.ShapeDtypeStruct, space: Any) -> Array:
+    """Room for a residual of every round, in the memory that the residual is in."""
+    room = jnp.zeros((max_rounds, *leaf.shape), leaf.dtype)
+    return jax.device_put(room, space) if space == jax.memory.Space.Host else room
 
 
 def _backward(body: Body, max_rounds: int, saved: _Saved, cotangent: Carry):

@@ -100,7 +100,7 @@ BAD = [
     (lambda: LoopRule(initial="noise"), "loop.initial='noise' is unknown: choose one of copy, zero, random"),
     (lambda: LoopRule(max_loops=0), "loop.max_loops=0 must be at least 1"),
     (lambda: Runtime(dtype="float16"), "runtime.dtype='float16' is unknown: choose one of float32, bfloat16"),
-    (lambda: Runtime(remat="all"), "runtime.remat='all' is unknown: choose one of none, dots, layer, round"),
+    (lambda: Runtime(remat="all"), "runtime.remat='all' is unknown: choose one of none, dots, layer, offload, round"),
     (lambda: Runtime(loop="while"), "runtime.loop='while' is unknown: choose one of bounded, scan"),
 ]
 

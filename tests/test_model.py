@@ -88,6 +88,14 @@ def test_bounded_is_scan_bit_for_bit(name, changes, remat, backprop_loops):
         same(run(jnp.array(depth), runtime=bounded), run(jnp.array(depth), runtime=scan))
 
 
+@pytest.mark.parametrize("loop", ["bounded", pytest.param("scan", marks=pytest.mark.slow)])
+def test_offloading_changes_no_bit(loop):
+    config = configure("parcae", 4, prelude="*", core="S-", coda="-")
+    run = partial(gradient, params_of(config), jnp.array(DEPTHS), config=config, backprop_loops=2)
+    layer, offload = (run(runtime=Runtime(loop=loop, remat=remat)) for remat in ("layer", "offload"))
+    assert_same_bits(offload, layer)
+
+
 def test_bounded_is_scan_bit_for_bit_in_value_for_recurrent_layers():
     config = configure("delta", prelude="", core="D", coda="")
     run = partial(forward, params_of(config), TOKENS, config=config)

@@ -1,6 +1,7 @@
 """The bounded loop as a function of its own: any carry, any operands, its range of gradients and what it keeps."""
 
 import math
+from collections import Counter
 from functools import partial
 
 import jax
@@ -62,15 +63,15 @@ def test_gradients_of_bfloat16_operands_are_summed_in_float32():
     assert float(gradient(jnp.bfloat16(1))) == 1.25
 
 
-def stored(config, runtime):
-    """Shapes of everything that a gradient's loops carry with a leading axis of the rounds."""
+def stored(config, runtime, spaces=tuple(jax.memory.Space)):
+    """Shapes of everything that a gradient's loops carry, in these memories, with a leading axis of the rounds."""
     tokens, depth = jnp.zeros((2, 7), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def loss(params, depth):
         return model.apply(params, tokens, depth, config=config, runtime=runtime, key=jax.random.key(0)).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(parameters.abstract(config), depth).jaxpr
-    found = [var.aval.shape for var in loop_carries(jaxpr)]
+    found = [var.aval.shape for var in loop_carries(jaxpr) if var.aval.memory_space in spaces]
     return [shape[1:] for shape in found if len(shape) > 1 and shape[0] == config.loop.max_loops]
 
 
@@ -96,8 +97,21 @@ def test_weights_are_not_kept_once_more_in_every_round(name, remat, dtype):
     assert not weights & set(kept)
     if remat == "round":
         assert set(kept) <= {(2, 7, 8)}, "only the incoming state"
-    elif remat == "layer":
+    elif remat in ("layer", "offload"):
         assert all(math.prod(shape) <= 2 * 7 * 8 for shape in kept), "only what has the size of a state"
+
+
+@pytest.mark.parametrize("core", ["*-", "S-*-"])
+def test_offloaded_layers_keep_their_inputs_with_the_host(core):
+    """Of the rounds; the loop rule's own residuals stay on the device."""
+    config = small_model(RULES["elr"], core=core, prelude="", coda="")
+    here, there = jax.memory.Space.Device, jax.memory.Space.Host
+    layer, offload = (Runtime(remat=remat) for remat in ("layer", "offload"))
+    inputs = len(core) * [(2, 7, 8)]
+    assert stored(config, layer, [there]) == []
+    assert stored(config, offload, [there]) == inputs
+    on_device = Counter(stored(config, layer, [here])) - Counter(stored(config, offload, [here]))
+    assert on_device[2, 7, 8] >= len(core) - 1, "the first layer's input may be the state that the rule keeps anyway"
 
 
 def test_an_array_may_stand_twice_among_the_operands():

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -241,10 +242,12 @@ def _newest_whole(root: epath.Path, candidates: list[int], verify: Callable[[epa
 
 
 def _verify_files(path: epath.Path) -> None:
-    for name, digest in _read_manifest(path)["files"].items():
-        if not (path / name).exists():
+    listed = _read_manifest(path)["files"]
+    found = _digests(path)
+    for name, digest in listed.items():  # names to look up, never a path to follow
+        if name not in found:
             raise ValueError(f"{name} is absent")
-        if _digest(path / name) != digest:
+        if found[name] != digest:
             raise ValueError(f"{name} does not have the digest it was saved with")
 
 
@@ -338,9 +341,11 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _digests(folder: epath.Path) -> dict[str, str]:
-    """The digest of every file below a folder, by relative path."""
+    """The digest of every file below a folder, by relative path; a link that leads out of it is an error."""
     found = {}
     for path in folder.iterdir():
+        if not Path(path).resolve().is_relative_to(Path(folder).resolve()):  # epath's own resolve follows no link
+            raise ValueError(f"{path.name} is a link that leads out of the checkpoint")
         if path.is_dir():
             found |= {f"{path.name}/{name}": digest for name, digest in _digests(path).items()}
         else:

@@ -39,6 +39,7 @@ class MetricsWriter:
         resume_step: finished steps at the start.
         console: where progress goes; None means stdout.
         every_seconds: without a terminal, the longest silence between two progress lines.
+        peak_flops: operations a second of all devices in use at best, which `mfu` is a share of; None: not known.
         clock: seconds that only grow.
 
     Raises:
@@ -53,6 +54,7 @@ class MetricsWriter:
         resume_step: int = 0,
         console: Console | None = None,
         every_seconds: float = 10.0,
+        peak_flops: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._path = Path(directory) / FILE
@@ -66,7 +68,7 @@ class MetricsWriter:
         except OSError as error:
             raise _unwritable(self._path, error) from error
         self._tensorboard = _tensorboard(self._path.parent / "tensorboard", resume_step)
-        self._line = _ProgressLine(total_steps, resume_step, console or Console(), every_seconds, clock)
+        self._line = _ProgressLine(total_steps, resume_step, console or Console(), every_seconds, peak_flops, clock)
 
     def __enter__(self) -> Self:
         return self
@@ -121,8 +123,9 @@ class MetricsWriter:
             flops: floating-point operations since the previous call.
 
         Returns:
-            `tokens_per_second` and `flops_per_second` over the last half minute, for `write`; empty at the first call,
-            whose time is compilation.
+            `tokens_per_second`, `flops_per_second` and, where the devices' peak is known, `mfu`, the share of it that
+            these operations are, over the last half minute, for `write`; empty at the first call, whose time is
+            compilation.
         """
         if not self._active:
             return {}
@@ -139,8 +142,17 @@ def read_metrics(directory: str | os.PathLike[str], *, last_step: int | None = N
 class _ProgressLine:
     """A live bar on a terminal; elsewhere a plain line at each tenth of the run and after each silence."""
 
-    def __init__(self, total: int, start: int, console: Console, every_seconds: float, clock: Callable[[], float]):
+    def __init__(
+        self,
+        total: int,
+        start: int,
+        console: Console,
+        every_seconds: float,
+        peak_flops: float | None,
+        clock: Callable[[], float],
+    ):
         self._total, self._console, self._every, self._clock = total, console, every_seconds, clock
+        self._peak = peak_flops
         self._marks: deque[tuple[float, int, float, float]] = deque()  # time, step, tokens and flops so far
         self._by_depth: dict[int, float] = {}
         self._last_time, self._last_tenth = clock(), _tenth(start, total)
@@ -163,7 +175,7 @@ class _ProgressLine:
         elif _tenth(step, self._total) > self._last_tenth or now - self._last_time >= self._every:
             self._console.print(f"step {step}/{self._total}  {told}", soft_wrap=True, highlight=False, markup=False)
             self._last_time, self._last_tenth = now, _tenth(step, self._total)
-        return {name: rates[name] for name in ("tokens_per_second", "flops_per_second") if name in rates}
+        return {name: rates[name] for name in ("tokens_per_second", "flops_per_second", "mfu") if name in rates}
 
     def close(self) -> None:
         if self._bar is not None:
@@ -176,7 +188,12 @@ class _ProgressLine:
             self._marks.popleft()
         names = ("steps_per_second", "tokens_per_second", "flops_per_second")
         seconds, *done = (last - first for first, last in zip(self._marks[0], self._marks[-1], strict=True))
-        return {name: value / seconds for name, value in zip(names, done, strict=True) if value} if seconds > 0 else {}
+        if seconds <= 0:
+            return {}
+        rates = {name: value / seconds for name, value in zip(names, done, strict=True) if value}
+        if self._peak is not None and "flops_per_second" in rates:
+            rates["mfu"] = rates["flops_per_second"] / self._peak
+        return rates
 
     def _describe(self, step: int, loss: float, rates: Mapping[str, float]) -> str:
         parts = [f"loss {loss:.4f}"]
@@ -186,7 +203,8 @@ class _ProgressLine:
         if "tokens_per_second" in rates:
             parts.append(f"{_short(rates['tokens_per_second'])} tok/s")
         if "flops_per_second" in rates:
-            parts.append(f"{_short(rates['flops_per_second'])}FLOP/s")
+            share = f" ({rates['mfu']:.1%} of peak)" if "mfu" in rates else ""
+            parts.append(f"{_short(rates['flops_per_second'])}FLOP/s{share}")
         if "steps_per_second" in rates:
             parts.append(f"ETA {_duration((self._total - step) / rates['steps_per_second'])}")
         return "  ".join(parts)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elr_jax.hardware import peak_flops
 from elr_jax.sharding import batch_sharding, make_mesh
 from elr_jax.train.data import Batch
-from elr_jax.train.settings import Recipe
+from elr_jax.train.settings import Launch, Recipe
 from elr_jax.train.step import TrainState, init_state, optimizer_for, state_shardings
 
 
@@ -42,6 +43,12 @@ class Placement:
             return shapes
         struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         return jax.tree.map(struct, shapes, self.state(recipe))
+
+    def peak_flops(self, launch: Launch) -> float | None:
+        """Operations a second of all devices in use at best, as told or as the maker says; None: not known."""
+        devices = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        each = peak_flops(devices[0].device_kind) if launch.peak_tflops is None else 1e12 * launch.peak_tflops
+        return None if each is None else each * len(devices)
 
     def rows(self, batch_size: int) -> Sequence[int]:
         """Rows of a batch that this process's devices hold, ascending: those it has to read.

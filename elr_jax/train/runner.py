@@ -25,6 +25,7 @@ from elr_jax.parameters import Params
 from elr_jax.train import checkpoint
 from elr_jax.train.data import Batch, Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
+from elr_jax.train.lock import only_run
 from elr_jax.train.metrics import MetricsWriter
 from elr_jax.train.optim import learning_rate
 from elr_jax.train.placement import Placement, placement
@@ -48,11 +49,11 @@ def train_text(run: TextRun) -> list[LoopResult]:
 
 
 def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Dataset) -> list[LoopResult]:
-    """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty after SIGTERM).
+    """Train to the recipe's last step or to SIGTERM, and return the final evaluation (empty if SIGTERM came before).
 
     Raises:
-        ElrError: a vocabulary that does not fit, a folder whose checkpoint belongs to another recipe or other data, or
-            a write that failed.
+        ElrError: a vocabulary that does not fit, a folder that another process trains in or whose checkpoint belongs to
+            another recipe or other data, or a write that failed.
     """
     start(launch.processes)
     if training.vocab_size > recipe.model.vocab_size:
@@ -61,25 +62,36 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
         )
     meta = {"recipe": recipe.to_dict(), "data": training.settings, "versions": {"jax": jax.__version__}}
     place = placement(launch.mesh)
+    with only_run(launch.out):
+        return _train(recipe, launch, meta, place, training=training, validation=validation)
+
+
+def _train(
+    recipe: Recipe,
+    launch: Launch,
+    meta: checkpoint.Meta,
+    place: Placement,
+    *,
+    training: Dataset,
+    validation: Dataset,
+) -> list[LoopResult]:
     rows = place.rows(recipe.batch_size)
     store = checkpoint.Checkpoints(checkpoint_folder(launch.out), keep=launch.keep)
     state = _start(recipe, store, meta, place)
     first = int(state.step)
     step = jit_step(recipe.at(first), launch.runtime, place)
-    log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first)
+    log = MetricsWriter(launch.out, total_steps=recipe.steps, resume_step=first, peak_flops=place.peak_flops(launch))
     score = partial(_evaluate, recipe=recipe, launch=launch, validation=validation, log=log, place=place)
     results: list[LoopResult] = []
     with log, place.in_use(), stop_on_sigterm() as stopped:
         reporter = _Reporter(recipe, training.seq_len, log)
         todo = batches(training, recipe.batch_size, start=first, rows=rows) if first < recipe.steps else ()
-        stopping = False
         for number, batch in enumerate(todo, start=first + 1):
             state, metrics = step(state, place.batch(batch, recipe.batch_size))
             reporter.report(number, metrics)
             if number == recipe.graft_step:
                 state, step = _graft(state, recipe, place), jit_step(recipe, launch.runtime, place)
-            stopping = stopped()
-            last = number >= recipe.steps or stopping
+            last = stopped() or number >= recipe.steps
             if last or (launch.save_every and number % launch.save_every == 0):
                 reporter.flush()  # else a kill now would lose the line of a step that is not run again
                 store.save(number, state, meta | {"step": number})
@@ -88,7 +100,7 @@ def train(recipe: Recipe, launch: Launch, *, training: Dataset, validation: Data
             if last:
                 break
         reporter.flush()
-        if not (stopping or stopped()):
+        if int(state.step) == recipe.steps:
             results = score(recipe.steps, state.params)
     tell(f"checkpoints: {store.directory}   metrics: {Path(launch.out) / 'metrics.jsonl'}")
     return results

@@ -102,9 +102,14 @@ class Launch:
     there are several processes."""
     processes: Processes = field(default_factory=Processes)
     """Those that train together; a single machine needs none of it."""
+    peak_tflops: float | None = None
+    """Operations a second of one device at best, in 10¹², which `mfu` is a share of; None: the maker's figure for dense
+    bfloat16, and no `mfu` where it is not known."""
     runtime: Runtime = field(default_factory=Runtime)
 
     def __post_init__(self):
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ElrError(f"peak_tflops={self.peak_tflops} must be above 0")
         for name in ("eval_every", "eval_batches", "save_every", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:

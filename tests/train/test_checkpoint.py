@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ import optax
 import pytest
 
 from elr_jax.errors import ElrError
+from elr_jax.train import checkpoint
 from elr_jax.train.checkpoint import Checkpoints, read_meta, refuse_mismatch, restore, saved_steps
 
 
@@ -162,6 +165,42 @@ def test_the_damaged_file_is_named(two, capfd):
     flip(two / "2")
     restore(two, make_state(0))
     assert re.search(r"damaged \(state/\S+ does not have the digest it was saved with\)", capfd.readouterr().err)
+
+
+def reseal(folder: Path, change):
+    """Change a manifest as somebody would who can make a digest."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["sha256"]
+    change(content)
+    (folder / "manifest.json").write_text(json.dumps(checkpoint._sealed(content)))
+
+
+@pytest.mark.parametrize("name", ["../../outside", "state/../../../outside", "{outside}"])
+def test_a_manifest_names_no_file_outside_its_checkpoint(two, capfd, name):
+    outside = two.parent / "outside"
+    outside.write_text("secret")
+    digest = hashlib.sha256(b"secret").hexdigest()
+    reseal(two / "2", lambda content: content["files"].update({name.format(outside=outside): digest}))
+    state, _ = restore(two, abstract(make_state(0)))
+    assert_identical(state, make_state(1))
+    assert "outside is absent" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_link_out_of_a_checkpoint_is_damage(two, capfd, folder):
+    """Its bytes are the right ones, today."""
+    path = two / "2" / "state" if folder else largest_file(two / "2" / "state")
+    outside = path.rename(two.parent / "outside")
+    path.symlink_to(outside)
+    state, _ = restore(two, abstract(make_state(0)))
+    assert_identical(state, make_state(1))
+    assert f"{path.name} is a link that leads out of the checkpoint" in capfd.readouterr().err
+
+
+def test_a_checkpoint_may_itself_be_a_link(two):
+    (two / "2").rename(two.parent / "elsewhere")
+    (two / "2").symlink_to(two.parent / "elsewhere")
+    assert_identical(restore(two, abstract(make_state(0)))[0], make_state(2))
 
 
 def test_metadata_falls_back_too(two, capfd):

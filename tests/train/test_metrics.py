@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from elr_jax.errors import ElrError
+from elr_jax.hardware import peak_flops
 from elr_jax.train.metrics import FILE, MetricsWriter, read_metrics
 
 
@@ -117,6 +118,32 @@ def test_the_line_tells_losses_rates_and_time_left(tmp_path, log):
     assert rates == {"tokens_per_second": 1000.0, "flops_per_second": 2e9}
     last = log.file.getvalue().splitlines()[-1]
     assert last == "step 2/200  loss 2.5000  by loops 2: 3.000 4: 2.500  1 k tok/s  2 GFLOP/s  ETA 1:39"
+
+
+def test_operations_are_set_against_the_peak_where_it_is_known(tmp_path, log):
+    clock = Clock()
+    with MetricsWriter(tmp_path, total_steps=9, console=log, every_seconds=0, clock=clock, peak_flops=8e9) as metrics:
+        assert metrics.progress(1, loss=3.0, flops=1e9) == {}
+        clock.now += 0.5
+        assert metrics.progress(2, loss=3.0, flops=1e9) == {"flops_per_second": 2e9, "mfu": 0.25}
+        assert metrics.progress(3, loss=3.0) == {"flops_per_second": 2e9, "mfu": 0.25}
+    assert "  2 GFLOP/s (25.0% of peak)  ETA" in log.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind, peak",
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA H100 PCIe", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_of_a_device(kind, peak):
+    assert peak_flops(kind) == peak
 
 
 def test_rates_follow_the_last_half_minute(tmp_path, log):

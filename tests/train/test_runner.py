@@ -20,7 +20,7 @@ from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPCon
 from elr_jax.depth import PerExample, Switch
 from elr_jax.errors import ElrError
 from elr_jax.params import leaves_by_path
-from elr_jax.train import checkpoint, runner
+from elr_jax.train import checkpoint, lock, runner
 from elr_jax.train.data import synthetic_dataset
 from elr_jax.train.metrics import read_metrics
 from elr_jax.train.optim import OptimConfig
@@ -120,6 +120,12 @@ def test_resuming_is_as_if_never_stopped(finished, tmp_path, monkeypatch):
     for one, other in zip(*(jax.tree.leaves(final_state(out)) for out in (tmp_path, straight)), strict=True):
         assert one.tobytes() == other.tobytes()
     assert told(tmp_path) == told(straight)
+
+
+def test_sigterm_in_the_last_step_leaves_the_final_evaluation(finished, tmp_path, monkeypatch):
+    interrupt(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch(tmp_path) == finished[1]
+    assert told(tmp_path) == told(finished[0])
 
 
 SWITCH = dataclasses.replace(
@@ -233,6 +239,15 @@ def test_every_step_is_told_once(finished):
     }
 
 
+def test_mfu_is_the_share_of_the_peak_that_executed_operations_are(finished, tmp_path):
+    launch(tmp_path, peak_tflops=1e-6)
+    steps = [line for line in read_metrics(tmp_path) if "flops_per_second" in line]
+    assert len(steps) == 5 and all(line["mfu"] == pytest.approx(line["flops_per_second"] / 1e6) for line in steps)
+    assert not any("mfu" in line for line in read_metrics(finished[0])), "nobody knows a CPU's peak"
+    with pytest.raises(ElrError, match=r"^peak_tflops=0 must be above 0$"):
+        Launch(out="", peak_tflops=0)
+
+
 def test_a_finished_run_launched_again_only_evaluates(finished, tmp_path):
     out, results = finished
     again = shutil.copytree(out, tmp_path / "again")
@@ -268,11 +283,12 @@ REFUSED = [
 @pytest.mark.parametrize("changes, message", REFUSED)
 def test_what_may_not_change_is_refused(finished, changes, message):
     out, _ = finished
-    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    written = lambda: {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != lock.FILE}
+    files = written()
     with pytest.raises(ElrError, match=message) as error:
         launch(out, **changes)
     assert "\n" not in str(error.value)
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files, "nothing was written"
+    assert written() == files, "nothing was written but the lock"
 
 
 def test_a_folder_without_checkpoints_is_named(tmp_path):
@@ -302,6 +318,25 @@ def test_sigterm_saves_once_and_exits_with_zero(tmp_path):
     (saved,) = checkpoint.saved_steps(tmp_path / "checkpoints")
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, saved + 1))
     assert json.loads((tmp_path / "checkpoints" / str(saved) / "manifest.json").read_text())["meta"]["recipe"]
+
+
+def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(finished, tmp_path, monkeypatch):
+    """While the first saves, so that a second start would find, and remove, a half-written save."""
+    refused = []
+
+    def second():
+        (tmp_path / "checkpoints" / "4.unfinished").mkdir()
+        with pytest.raises(
+            ElrError, match=f"^{tmp_path} is in use by process {os.getpid()} on .*--launch.out$"
+        ) as told:
+            launch(tmp_path)
+        refused.append(str(told.value))
+        (tmp_path / "checkpoints" / "4.unfinished").rmdir()
+
+    interrupt(monkeypatch, 3, second)
+    assert launch(tmp_path) == finished[1]
+    assert len(refused) == 1
+    assert told(tmp_path) == told(finished[0])
 
 
 MESHED = """
