@@ -32,7 +32,7 @@ from checkpoints_convert import load_dory
 from checkpoints_convert.random_dory import write_random_dory
 from elr_jax import decode, flops, incremental, model
 from elr_jax.cache import init_cache
-from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, Runtime, SphereConfig
+from elr_jax.config import AttentionConfig, MLPConfig, ModelConfig, Remat, Runtime, SphereConfig
 from elr_jax.decode.prompts import pack_requests
 from elr_jax.decode.sampling import GREEDY
 from elr_jax.errors import one_line_errors
@@ -59,7 +59,7 @@ class Versus:
     """Tokens of one decoding turn."""
     compile: bool = True
     """Race torch.compile too; it takes minutes to compile."""
-    remat: Literal["none", "dots", "layer", "round"] = Runtime().remat
+    remat: Remat = Runtime().remat
     """What the backward pass of the training step keeps."""
     json: str | None = None
     """File to write the rows to."""

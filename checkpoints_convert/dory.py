@@ -40,7 +40,8 @@ def load_dory(
     Args:
         source: a folder, a .safetensors file with its config.json beside it, or a Hub id (`owner/name@revision`).
         dtype: of all parameters; None keeps each tensor's own.
-        shardings: where they go: one `jax.sharding.Sharding` or a `Params` tree of them; None: the default device.
+        shardings: where they go: one `jax.sharding.Sharding`, a `Params` tree of them, or a function of the config that
+            gives either; None: the default device.
         max_loops: largest loop count of the model; None: 4, or the file's `n_recurrent_loops` if that is more.
         embedding_norm: whether the embedding's output is normalised (transformers) or not (vLLM); None: not.
 
@@ -57,7 +58,8 @@ def load_dory(
         ignored=IGNORED,
         tied_head=HEAD if config.tie_embeddings else None,
     )
-    return load_leaves(pairs, param_specs(config), dtype=dtype, shardings=shardings), config
+    places = shardings(config) if callable(shardings) else shardings
+    return load_leaves(pairs, param_specs(config), dtype=dtype, shardings=places), config
 
 
 def save_dory(

@@ -349,6 +349,9 @@ def decoder_of(config: ModelConfig) -> Boundary:
     return config.boundary
 
 
+Remat = Literal["none", "dots", "layer", "offload", "round"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """How to run a model on this machine; never changes what it computes beyond rounding."""
@@ -357,7 +360,7 @@ class Runtime:
     """Type of activations and of the weights' working copy; sums are float32 or wider. float64 needs jax_enable_x64."""
     loop: Literal["bounded", "scan"] = "bounded"
     """`bounded` runs as many rounds as the batch's deepest example; `scan` always runs `max_loops`."""
-    remat: Literal["none", "dots", "layer", "offload", "round"] = "layer"
+    remat: Remat = "layer"
     """What the backward pass keeps: everything, products, each layer's input (with `offload` in the host's memory), or
     each round's incoming state."""
     gather_core: bool = True

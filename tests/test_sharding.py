@@ -40,6 +40,11 @@ def test_mixed_depths_lie_on_ranks_as_they_may():
     on_eight_devices("rank_depths.py")
 
 
+@SLOW
+def test_the_decode_command_takes_a_mesh():
+    on_eight_devices("decode_on_mesh.py")
+
+
 def test_every_parameter_is_cut_by_its_logical_axes():
     config = small_model(RULES["elr"], prelude="*", core="-", coda="E", d_model=16, vocab_size=26)
     mesh = mesh_of(fsdp=4, tensor=2, expert=5)

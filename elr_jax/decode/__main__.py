@@ -6,6 +6,7 @@ PATH is a folder written by `elr_jax.train` or `checkpoints_convert`, or a relea
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +25,8 @@ from elr_jax.decode.generate import Completion, PrefillDecoder, generate, workin
 from elr_jax.decode.sampling import GREEDY, Sampling
 from elr_jax.decode.text import TextCodec, checkpoint_codec, run_codec
 from elr_jax.errors import ElrError, one_line_errors
-from elr_jax.parameters import Params, WorkingCopy
+from elr_jax.parameters import Params, WorkingCopy, param_specs
+from elr_jax.sharding import make_mesh, param_shardings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +56,34 @@ class Command:
     """Number type; None takes the checkpoint's."""
     tokenizer: Path | None = None
     """The tokenizer file a run was trained with."""
+    mesh: str | None = None
+    """Devices by mesh axis, such as tensor=4 or data=2,tensor=4; None: one device."""
 
 
 Opened = tuple[Params, ModelConfig, Callable[[], TextCodec]]
 
 
-def open_model(path: str, *, max_loops: int | None = None, tokenizer: Path | None = None) -> Opened:
-    """Parameters, config and (made when asked for) the text codec of whatever the path names."""
+def open_model(
+    path: str, *, max_loops: int | None = None, tokenizer: Path | None = None, mesh: Mesh | None = None
+) -> Opened:
+    """Parameters, on a mesh if one is given, config and (made when asked for) the text codec of what the path names."""
     from elr_jax.train.runner import checkpoint_folder
 
     if checkpoint_folder(path).is_dir():
-        return _open_run(path, max_loops, tokenizer)
+        return _open_run(path, max_loops, tokenizer, mesh)
     from checkpoints_convert.dory import load_dory
     from checkpoints_convert.source import find_source
 
     found = find_source(path)
-    params, config = load_dory(found.file or found.folder, max_loops=max_loops)
+    places = None if mesh is None else lambda config: param_shardings(param_specs(config), mesh)
+    params, config = load_dory(found.file or found.folder, max_loops=max_loops, shardings=places)
     return params, config, lambda: checkpoint_codec(found.folder)
 
 
-def _open_run(path: str, max_loops: int | None, tokenizer: Path | None) -> Opened:
+def _open_run(path: str, max_loops: int | None, tokenizer: Path | None, mesh: Mesh | None) -> Opened:
     from elr_jax.train import checkpoint, runner
 
-    params, config = runner.load_params(path)
+    params, config = runner.load_params(path, mesh=mesh)
     if max_loops is not None:
         config = replace(config, loop=replace(config.loop, max_loops=max_loops))
 
@@ -98,17 +106,21 @@ def run(command: Command) -> None:
     if bool(command.prompt) == bool(command.tokens):
         raise ElrError("give either --prompt TEXT or --tokens 1,2,3, as often as you like")
     loops = _numbers("--loops", command.loops)
-    params, config, codec = open_model(command.path, max_loops=command.max_loops, tokenizer=command.tokenizer)
+    mesh = None if command.mesh is None else make_mesh(command.mesh)
+    params, config, codec = open_model(
+        command.path, max_loops=command.max_loops, tokenizer=command.tokenizer, mesh=mesh
+    )
     text = codec() if command.prompt else None
     prompts = [text.encode(prompt) for prompt in command.prompt] if text else []
     prompts += [_numbers("--tokens", tokens) for tokens in command.tokens]
     table = Table("prompt", *(f"{loop} loop{'s' if loop > 1 else ''}" for loop in loops), show_lines=True)
     dtype = command.dtype or ("bfloat16" if params.embedding.dtype == "bfloat16" else "float32")
     runtime = Runtime(dtype=dtype)
-    if jax.default_backend() == "cpu":
+    if mesh is None and jax.default_backend() == "cpu":
         params = working_copy(params, config=config, runtime=runtime)
     timed = partial(_timed, command, params, config, runtime, prompts, text)
-    answers, rates = zip(*map(timed, loops), strict=True)
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        answers, rates = zip(*map(timed, loops), strict=True)
     for row, prompt in enumerate(command.prompt or command.tokens):
         table.add_row(Text(prompt), *(_shown(answer[row], text) for answer in answers))
     table.add_row("tokens/s", *("–" if rate is None else f"{rate:.1f}" for rate in rates))

@@ -10,8 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elr_jax import parameters
+from elr_jax.config import ModelConfig
 from elr_jax.hardware import peak_flops
-from elr_jax.sharding import batch_sharding, make_mesh
+from elr_jax.parameters import Params
+from elr_jax.sharding import batch_sharding, make_mesh, param_shardings
 from elr_jax.train.data import Batch
 from elr_jax.train.settings import Launch, Recipe
 from elr_jax.train.step import TrainState, init_state, optimizer_for, state_shardings
@@ -43,6 +46,14 @@ class Placement:
             return shapes
         struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         return jax.tree.map(struct, shapes, self.state(recipe))
+
+    def params(self, config: ModelConfig, dtype: Any) -> Params:
+        """The same of a model's parameters, all of one type."""
+        shapes = parameters.abstract(config)
+        if self.mesh is None:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+        struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+        return jax.tree.map(struct, shapes, param_shardings(parameters.param_specs(config), self.mesh))
 
     def peak_flops(self, launch: Launch) -> float | None:
         """Operations a second of all devices in use at best, as told or as the maker says; None: not known."""

@@ -16,8 +16,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from elr_jax import flops, parameters
+from elr_jax import flops
 from elr_jax.config import ModelConfig, Runtime, from_dict, to_dict
 from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
@@ -106,14 +107,13 @@ def _train(
     return results
 
 
-def load_params(out: str, *, step: int | None = None) -> tuple[Params, ModelConfig]:
-    """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote."""
+def load_params(out: str, *, step: int | None = None, mesh: Mesh | None = None) -> tuple[Params, ModelConfig]:
+    """The parameters and config of the newest (or one) checkpoint of a run's folder, or of what `save_params` wrote.
+
+    On a mesh each device reads its pieces alone.
+    """
     folder = checkpoint_folder(out)
-
-    def abstract(meta: checkpoint.Meta) -> Params:
-        dtype = meta.get("dtype", "float32")
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), parameters.abstract(_config(meta)))
-
+    abstract = lambda meta: Placement(mesh).params(_config(meta), meta.get("dtype", "float32"))
     restored = checkpoint.restore(folder, abstract, step=step, field="params")
     if restored is None:
         raise ElrError(f"{out} holds no checkpoint: train with --launch.out {out} first, or name another folder")
