@@ -67,6 +67,8 @@ class Flags:
     """Run nothing: only rewrite the tables and figures from the results there are."""
     runs: str = "runs"
     """Folder of checkpoints, metrics and tokenised text; may be deleted once cells have finished."""
+    mesh: str | None = None
+    """Devices by mesh axis that cells train on, such as data=2,fsdp=4; None: one device."""
 
     def folder(self, question: str) -> Path:
         """Where results, README and figures are: the experiment's own folder, but `runs` for a smoke run."""
@@ -86,9 +88,8 @@ def answer(
     chosen = [cell for cell in cells if not flags.only or cell.name in flags.only]
     if not flags.report:
         others = [path for path in sorted(ROOT.glob(f"*/{FILE}")) if path.parent != folder]
-        run_cells(
-            question, flags.preset, chosen, flags.seeds, results=folder / FILE, runs=Path(flags.runs), others=others
-        )
+        places = {"results": folder / FILE, "runs": Path(flags.runs), "mesh": flags.mesh}
+        run_cells(question, flags.preset, chosen, flags.seeds, **places, others=others)
     if is_first():
         report(folder, flags.preset, Results(read_lines(folder / FILE), flags.preset), cells)
 
@@ -101,6 +102,7 @@ def run_cells(
     *,
     results: Path,
     runs: Path,
+    mesh: str | None = None,
     others: Iterable[Path] = (),
 ) -> bool:
     """Run every cell with every seed, whole seeds first; False when SIGTERM stopped it.
@@ -124,7 +126,8 @@ def run_cells(
             continue
         tell(title)
         # a changed recipe gets a folder of its own, so it never meets the checkpoints of the old one
-        line = run_cell(cell, seed, runs / question / preset / f"{cell.name}-s{seed}-{cell.digest[:6]}")
+        out = runs / question / preset / f"{cell.name}-s{seed}-{cell.digest[:6]}"
+        line = run_cell(cell, seed, out, mesh=mesh)
         if line is None:
             tell("stopped; the same command goes on from here")
             return False
@@ -145,12 +148,13 @@ def _made_elsewhere(key: Line, shared: list[Line]) -> Line | None:
     return None if found is None else found | {"from": found.get("from", found["question"])}
 
 
-def run_cell(cell: Cell, seed: int, out: Path) -> Line | None:
+def run_cell(cell: Cell, seed: int, out: Path, *, mesh: str | None = None) -> Line | None:
     """Train one cell, or the rest of it, and return its result; None when SIGTERM stopped it."""
     recipe = dataclasses.replace(cell.recipe, seed=seed)
     training = cell.task.open("train", seed=seed)
     validation = cell.task.open("validation", seed=0)  # the same for all seeds
-    launch = Launch(out=str(out), eval_batches=cell.eval_batches, save_every=max(1, recipe.steps // 6))
+    save_every = max(1, recipe.steps // 6)
+    launch = Launch(out=str(out), eval_batches=cell.eval_batches, save_every=save_every, mesh=mesh)
     scores = train(recipe, launch, training=training, validation=validation)
     if not scores:
         return None

@@ -28,7 +28,9 @@ def run(tmp_path):
 def test_a_finished_cell_is_skipped_and_a_changed_one_is_not(run, tiny_cell, tmp_path, monkeypatch):
     trained = []
     real = sweep.run_cell
-    monkeypatch.setattr(sweep, "run_cell", lambda cell, seed, out: trained.append(seed) or real(cell, seed, out))
+    monkeypatch.setattr(
+        sweep, "run_cell", lambda cell, seed, out, **more: trained.append(seed) or real(cell, seed, out, **more)
+    )
     assert run(tiny_cell)
     assert run(tiny_cell)
     assert trained == [0]
@@ -47,7 +49,7 @@ def test_what_another_experiment_has_finished_is_taken_over(run, tiny_cell, tmp_
     for changes in ({"seed": 1}, {}, {"seconds": 5.0}, {"preset": "paper"}, {"digest": "0" * 16}):
         append_line(other, line | {"seconds": 1.0, "metrics": changes} | changes)
     trained = []
-    monkeypatch.setattr(sweep, "run_cell", lambda cell, seed, out: trained.append(seed) or {"seconds": 2.0})
+    monkeypatch.setattr(sweep, "run_cell", lambda cell, seed, out, **more: trained.append(seed) or {"seconds": 2.0})
     assert run(tiny_cell, seeds=(0, 1, 2), others=[tmp_path / "absent", other])
     assert run(tiny_cell, seeds=(0, 1, 2), others=[other])
     assert trained == [2]
@@ -71,6 +73,13 @@ def test_a_command_looks_into_the_other_experiments_results(tiny_cell, tmp_path,
     answer("question", flags, [tiny_cell], report=lambda *told: seen.append(told[2].cells))
     assert seen == [["tiny"]]
     assert read_lines(tmp_path / "question" / "results.jsonl")[0]["from"] == "other"
+
+
+def test_cells_train_on_the_mesh_that_a_command_names(tiny_cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    flags = Flags(seeds=(0,), runs=str(tmp_path / "runs"), mesh="data=3")
+    with pytest.raises(ElrError, match="mesh data=3 has 3 = 3 places for 1 devices"):
+        answer("question", flags, [tiny_cell], report=lambda *told: None)
 
 
 def test_a_line_says_what_was_executed(run, tiny_cell, tmp_path):
