@@ -93,8 +93,9 @@ def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: O
 
 def _buffer(max_rounds: int, leaf: jax.ShapeDtypeStruct, space: Any) -> Array:
     """Room for a residual of every round, in the memory that the residual is in."""
-    room = jnp.zeros((max_rounds, *leaf.shape), leaf.dtype)
-    return jax.device_put(room, space) if space == jax.memory.Space.Host else room
+    if space != jax.memory.Space.Host:
+        return jnp.zeros((max_rounds, *leaf.shape), leaf.dtype)
+    return lax.broadcast(jax.device_put(jnp.zeros((), leaf.dtype), space), (max_rounds, *leaf.shape))
 
 
 def _backward(body: Body, max_rounds: int, saved: _Saved, cotangent: Carry):

@@ -1,6 +1,7 @@
 """Every op and a whole training step, compiled for chips that are not here: the kernels are in, no T×T array is."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.planned_memory import PlannedMemory, loss
-from elr_jax import presets
+from elr_jax import model, parameters, presets
 from elr_jax.config import LoopRule, Runtime, SphereConfig
 from elr_jax.depth import PerExample
 from elr_jax.parameters import param_specs
@@ -78,6 +79,22 @@ def test_the_loss_of_a_large_vocabulary_holds_no_logits(chip):
     with compiler(chip) as compile:
         gigabytes = loss(PlannedMemory(), compile)["chunks"]
     assert gigabytes <= 1.4, f"{gigabytes:.2f} GB of temporaries on {chip.name}"
+
+
+def test_offloaded_layer_inputs_are_in_the_hosts_memory(chip):
+    """Those of all rounds, and nothing is copied there to make room for them."""
+    config = dataclasses.replace(tiny("elr"), prelude="", core="---", coda="", loop=LoopRule(max_loops=8))
+    rows, depth = jax.ShapeDtypeStruct((4, 256), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def gradient(params, tokens, depth):
+        run = partial(model.loss, config=config, runtime=Runtime(dtype="bfloat16", kernels="xla", remat="offload"))
+        return jax.grad(lambda params: run(params, tokens, tokens, jnp.ones(tokens.shape), depth)[0])(params)
+
+    with compiler(chip) as compile:
+        compiled = compile(gradient, parameters.abstract(config), rows, depth)
+    inputs = 8 * len(config.core) * 4 * 256 * config.d_model * 2
+    assert compiled.memory_analysis().host_temp_size_in_bytes == inputs
+    assert not re.search(r"S\(5\)\} copy\(", compiled.as_text())
 
 
 def tiny(name):
