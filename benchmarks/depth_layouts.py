@@ -29,8 +29,9 @@ from elr_jax.depth import DepthLaw, PerExample, PoissonDepth, RotatingSlice, exe
 from elr_jax.errors import one_line_errors
 from elr_jax.sharding import make_mesh
 from elr_jax.train.optim import OptimConfig
+from elr_jax.train.runner import lower_step
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import draw_depths, lower_step
+from elr_jax.train.step import draw_depths
 
 DEVICES = 8
 

@@ -185,7 +185,7 @@ def pool_tokens(pool: float, token_bytes: float) -> float:
     return max(pool, 0.0) / token_bytes if token_bytes else float("inf")
 
 
-def weight_reads(config: ModelConfig, loops: int, *, tokens: int) -> float:
+def weight_reads(config: ModelConfig, loops: float, *, tokens: int) -> float:
     """Parameters read in a pass of so many tokens: the core's once a loop, of experts those that are hit on average."""
     specs = param_specs(config)
 

@@ -26,13 +26,17 @@ class Chip(NamedTuple):
         return HARDWARE[self.name]
 
 
+def _chip(name: str, kernels: Implementation, grid: str) -> Chip:
+    return Chip(name, kernels, parse_topology(f"{name}:{grid}"))
+
+
 CHIPS = {
-    name: Chip(name, kernels, parse_topology(f"{name}:{grid}"))
-    for name, kernels, grid in (
-        ("v5e", "pallas_tpu", "2x2"),
-        ("v5p", "pallas_tpu", "2x2x1"),
-        ("v6e", "pallas_tpu", "2x2"),
-        ("h200", "pallas_gpu", "1x1x1"),
+    chip.name: chip
+    for chip in (
+        _chip("v5e", "pallas_tpu", "2x2"),
+        _chip("v5p", "pallas_tpu", "2x2x1"),
+        _chip("v6e", "pallas_tpu", "2x2"),
+        _chip("h200", "pallas_gpu", "1x1x1"),
     )
 }
 

@@ -17,8 +17,8 @@ from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.depth import PerExample
 from elr_jax.sharding import make_mesh
 from elr_jax.train.optim import OptimConfig
+from elr_jax.train.runner import lower_step
 from elr_jax.train.settings import Recipe
-from elr_jax.train.step import lower_step
 
 GOLDEN = Path(__file__).parent / "golden" / "collectives.json"
 SIZES = (

@@ -167,7 +167,7 @@ def _torch(trial: Trial) -> Row:
     )
     if importlib.util.find_spec("torch") is None:
         return Row(fault=fault, done="not tried: torch is not installed", happened="–")
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     from checkpoints_convert.torch_file import read_torch
 

@@ -1,6 +1,7 @@
 """The programs whose fit is asked, compiled as a training run and generation compile them."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,16 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from elr_jax import parameters
 from elr_jax.collectives import Collective, collectives
 from elr_jax.config import ModelConfig, Runtime
 from elr_jax.decode import state as decoding
 from elr_jax.errors import ElrError
-from elr_jax.sharding import batch_sharding, param_shardings, partition
+from elr_jax.sharding import batch_sharding, partition
 from elr_jax.topologies import OPTIONS, Topology, compiling
-from elr_jax.train.data import Batch
 from elr_jax.train.placement import Placement
-from elr_jax.train.runner import jit_step
+from elr_jax.train.runner import lower_step
 from elr_jax.train.settings import Recipe
 
 
@@ -41,10 +40,7 @@ class DoesNotFit(ElrError):
 
 def compile_training(recipe: Recipe, runtime: Runtime, *, seq_len: int, mesh: Mesh, topology: Topology) -> Compiled:
     """One optimizer step."""
-    place, shape = Placement(mesh), (recipe.batch_size, seq_len)
-    ids, weights = (_placed(jax.ShapeDtypeStruct(shape, dtype), mesh) for dtype in (jnp.int32, jnp.float32))
-    batch = Batch(tokens=ids, targets=ids, weights=weights, segment_ids=ids)
-    return _compile(jit_step(recipe, runtime, place), place.abstract(recipe), batch, mesh=mesh, topology=topology)
+    return _compile(partial(lower_step, recipe, runtime, mesh, seq_len=seq_len), mesh=mesh, topology=topology)
 
 
 def compile_serving(
@@ -54,20 +50,13 @@ def compile_serving(
 
     Weights are in the runtime's type. Rows are cut over the mesh, keys and values also by their heads.
     """
-    params = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, runtime.dtype, sharding=place),
-        parameters.abstract(config),
-        param_shardings(parameters.param_specs(config), mesh),
-    )
+    params = Placement(mesh).params(config, runtime.dtype)
     start = partial(decoding.start, config, rows, context, loops=config.loop.max_loops, dtype=runtime.dtype)
     state = _cut_state(jax.eval_shape(start), mesh)
-    row = lambda dtype, *more: _placed(jax.ShapeDtypeStruct((rows, *more), dtype), mesh)
-    requests = decoding.Requests(
-        **{name: row(jnp.int32) for name in ("prefill_loops", "loops", "limit", "top_k")},
-        **{name: row(jnp.float32) for name in ("temperature", "top_p", "min_p")},
-        stop=row(jnp.int32, 1),
-        seed=row(jnp.uint32),
-    )
+    row: Any = lambda dtype, *more: _placed(jax.ShapeDtypeStruct((rows, *more), dtype), mesh)
+    told: dict[str, Any] = {name: row(jnp.int32) for name in ("prefill_loops", "loops", "limit", "top_k")}
+    told |= {name: row(jnp.float32) for name in ("temperature", "top_p", "min_p")}
+    requests = decoding.Requests(**told, stop=row(jnp.int32, 1), seed=row(jnp.uint32))
     settings = {"config": config, "runtime": runtime, "greedy": True}
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     jit = partial(jax.jit, donate_argnums=1, out_shardings=places)
@@ -76,7 +65,7 @@ def compile_serving(
     else:
         program = jit(partial(decoding.prefill, fresh=True, **settings))
         operands = (params, state, row(jnp.int32, new), row(jnp.int32), requests)
-    return _compile(program, *operands, mesh=mesh, topology=topology)
+    return _compile(partial(program.lower, *operands), mesh=mesh, topology=topology)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -98,11 +87,11 @@ def _cut_state(state: decoding.DecodeState, mesh: Mesh) -> decoding.DecodeState:
     return jax.tree.map_with_path(cut, state)
 
 
-def _compile(program: Any, *operands: Any, mesh: Mesh, topology: Topology) -> Compiled:
+def _compile(lower: Callable[[], Any], *, mesh: Mesh, topology: Topology) -> Compiled:
     began = time.perf_counter()
     with jax.set_mesh(mesh), compiling():
         try:
-            compiled = program.lower(*operands).compile(compiler_options=OPTIONS[topology.platform])
+            compiled = lower().compile(compiler_options=OPTIONS[topology.platform])
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

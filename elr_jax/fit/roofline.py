@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,6 +22,7 @@ from elr_jax.parameters import abstract, param_specs
 from elr_jax.serving_cost import weight_reads
 from elr_jax.sharding import DEFAULT_RULES, Rules, param_shardings
 from elr_jax.train.settings import Recipe
+from elr_jax.typing import Array, Int32
 
 DRAWS = 256
 """Steps whose depths are drawn for the mean of their rounds."""
@@ -74,15 +76,15 @@ def runs_of(one: Collective, rounds: float) -> float:
 
 def mean_rounds(recipe: Recipe) -> float:
     """Rounds that a microbatch runs, each as deep as its deepest row: the mean over the run's last steps."""
-    rows, key = np.arange(recipe.batch_size, dtype=np.int32), jax.random.key(recipe.seed)
+    rows, key = jnp.arange(recipe.batch_size, dtype=jnp.int32), jax.random.key(recipe.seed)
     sizes = {"batch_size": recipe.batch_size, "total_steps": recipe.steps}
     steps = np.arange(max(recipe.steps - DRAWS, 0), recipe.steps)
-    draw = jax.vmap(lambda step: recipe.depth.sample(key, step, rows, **sizes))
 
-    def executed(depth: np.ndarray) -> float:
+    def executed(step: Int32[Array, ""]) -> Int32[Array, ""]:
+        depth = recipe.depth.sample(key, step, rows, **sizes)
         return executed_rounds(depth[sort_by_depth(depth, recipe.microbatches)], recipe.microbatches)
 
-    return float(np.mean([executed(depth) for depth in np.asarray(draw(steps))])) / recipe.batch_size
+    return float(np.mean(jax.vmap(executed)(jnp.asarray(steps)))) / recipe.batch_size
 
 
 def training_load(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -46,6 +47,16 @@ class Placement:
             return shapes
         struct = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         return jax.tree.map(struct, shapes, self.state(recipe))
+
+    def abstract_batch(self, rows: int, seq_len: int) -> Batch:
+        """The same of a batch on a mesh."""
+        assert self.mesh is not None
+        place = batch_sharding(self.mesh, (rows, seq_len))
+        ids, weights = (
+            jax.ShapeDtypeStruct((rows, seq_len), dtype, sharding=place) for dtype in (jnp.int32, jnp.float32)
+        )
+        leaves: dict[str, Any] = {"tokens": ids, "targets": ids, "weights": weights, "segment_ids": ids}
+        return Batch(**leaves)
 
     def params(self, config: ModelConfig, dtype: Any) -> Params:
         """The same of a model's parameters, all of one type."""

@@ -9,9 +9,9 @@ state after step n always fits `recipe.at(n)`, on disk as in memory.
 """
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from elr_jax.depth import LAW_UNIONS
 from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
 from elr_jax.train import checkpoint
-from elr_jax.train.data import Batch, Dataset, batches, open_dataset
+from elr_jax.train.data import Dataset, batches, open_dataset
 from elr_jax.train.evaluate import LoopResult, evaluate
 from elr_jax.train.lock import only_run
 from elr_jax.train.metrics import MetricsWriter
@@ -142,12 +142,18 @@ def _config(meta: checkpoint.Meta) -> ModelConfig:
     return from_dict(Recipe, meta["recipe"], unions=LAW_UNIONS).at(meta.get("step", 0)).model
 
 
-def jit_step(
-    recipe: Recipe, runtime: Runtime, place: Placement
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+def jit_step(recipe: Recipe, runtime: Runtime, place: Placement) -> Any:
     """The program of one step, which takes its state's memory."""
     step = partial(train_step, recipe=recipe, optimizer=optimizer_for(recipe), runtime=runtime)
     return jax.jit(step, donate_argnames=("state",), out_shardings=(place.state(recipe), place.everywhere))
+
+
+def lower_step(recipe: Recipe, runtime: Runtime, mesh: Mesh, *, seq_len: int) -> jax.stages.Lowered:
+    """The step as a run on this mesh has it, from shapes alone; its devices need not exist."""
+    place = Placement(mesh)
+    with place.in_use():
+        step = jit_step(recipe, runtime, place)
+        return step.lower(place.abstract(recipe), place.abstract_batch(recipe.batch_size, seq_len))
 
 
 def _graft(state: TrainState, recipe: Recipe, place: Placement) -> TrainState:

@@ -21,7 +21,7 @@ from elr_jax.depth import executed_rounds, sort_by_depth, useful_rounds
 from elr_jax.losses import DepthSums, sum_by_depth
 from elr_jax.parameters import Params
 from elr_jax.params import leaves_by_path, onto_sphere, overlay, path_name
-from elr_jax.sharding import DEFAULT_RULES, Rules, batch_sharding, constrain, num_ranks, param_shardings
+from elr_jax.sharding import DEFAULT_RULES, Rules, constrain, num_ranks, param_shardings
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import make_optimizer
 from elr_jax.train.settings import Recipe
@@ -170,27 +170,6 @@ def gradient_by_depth(
     rows = jax.tree.map(lambda x: constrain(x, None, "batch", "sequence"), rows)
     loss_function = partial(batch_loss, recipe=recipe, runtime=runtime)
     return accumulate(loss_function, params, (rows, *rest), total=jnp.sum(batch.weights))
-
-
-def lower_step(recipe: Recipe, runtime: Runtime, mesh: Mesh, *, seq_len: int) -> jax.stages.Lowered:
-    """The step as a run on this mesh has it, from shapes alone; its devices need not exist."""
-
-    def start() -> tuple[TrainState, Batch]:
-        ids, ones = (jnp.ones((recipe.batch_size, seq_len), kind) for kind in (jnp.int32, jnp.float32))
-        return init_state(recipe, optimizer), Batch(tokens=ids, targets=ids, weights=ones, segment_ids=ids)
-
-    optimizer, places = optimizer_for(recipe), state_shardings(recipe, mesh)
-    rows = batch_sharding(mesh, (recipe.batch_size, seq_len))
-    placed = lambda place, tree: jax.tree.map(
-        lambda one, its: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=its), tree, place
-    )
-    state, batch = jax.eval_shape(start)
-    batch = placed(jax.tree.map(lambda _: rows, batch), batch)
-    step = partial(train_step, recipe=recipe, optimizer=optimizer, runtime=runtime)
-    with jax.set_mesh(mesh):
-        return jax.jit(step, donate_argnames=("state",), out_shardings=(places, None)).lower(
-            placed(places, state), batch
-        )
 
 
 def batch_loss(
