@@ -53,13 +53,14 @@ def collectives(text: str) -> list[Collective]:
     """
     computations, entry = _computations(text)
 
-    def walk(name: str, runs: int, rounds: bool, begun: set[str]) -> Iterator[Collective]:
+    def walk(name: str, runs: int, rounds: bool, begun: set[str] | None = None) -> Iterator[Collective]:
         own: set[str] = set()  # TPU: one that goes on behind several fusions is written in each, on one channel
         for line in computations.get(name, ()):
             found, channel = _COLLECTIVE.search(line), _CHANNEL.search(line)
-            if found and not (channel and channel[1] in begun):
+            if found and not (begun and channel and channel[1] in begun):
                 yield _collective(line, found, runs, rounds)
-                begun.update(channel.groups() if channel else ())
+                if begun is not None and channel:
+                    begun.add(channel[1])
             here, unknown = runs, rounds
             if " while(" in line:
                 trips = _trips(line, computations)
@@ -67,9 +68,9 @@ def collectives(text: str) -> list[Collective]:
             branches = _BRANCHES.search(line)
             inner = _CALLED.findall(line) + ([] if branches is None else re.findall(r"[\w.\-]+", branches.group(1)))
             for one in inner:
-                yield from walk(one, here, unknown, own if " fusion(" in line else set())
+                yield from walk(one, here, unknown, own if " fusion(" in line else None)
 
-    return list(walk(entry, 1, False, set()))
+    return list(walk(entry, 1, False))
 
 
 def totals(found: list[Collective]) -> dict[str, dict[str, list[int]]]:
