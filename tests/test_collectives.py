@@ -31,6 +31,8 @@ ENTRY %main (weights: f32[8,4]) -> f32[8,4] {
   %pieces = f32[2,4]{1,0} reduce-scatter(%weights), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   %both = (f32[64,4]{1,0}, /*index=1*/f32[]) all-reduce(%a, %b), replica_groups=mesh['x'=2,'y'=4] {'x','y'}
   %cut = f32[16,4]{0,1} all-gather(%weights), replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}
+  %one = f32[8,4]{0,1} all-gather(%weights), channel_id=1, replica_groups=[1,8]<=[8]
+  %other = f32[8,4]{0,1} all-gather(%weights), channel_id=1, replica_groups=[1,8]<=[8]
   %begun = (f32[8,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%weights), replica_groups=[1,8]<=[8], dimensions={0}
   %rounds = (s32[], f32[8,4]) while(%begin), condition=%test, body=%round
   %cases = f32[] conditional(%which), branch_computations={%fixed, %fixed}
@@ -43,6 +45,8 @@ def test_every_op_is_counted_with_its_bytes_group_and_runs():
         Collective("reduce-scatter", 4 * 2 * 4 * 4, 4, 1, False, ""),
         Collective("all-reduce", 4 * (64 * 4 + 1), 8, 1, False, ""),
         Collective("all-gather", 4 * 16 * 4, 4, 1, False, ""),
+        Collective("all-gather", 4 * 8 * 4, 8, 1, False, ""),  # those of shard_map are all on one channel
+        Collective("all-gather", 4 * 8 * 4, 8, 1, False, ""),
         Collective("all-gather", 4 * 64 * 4, 8, 1, False, ""),
         Collective("all-gather", 2 * 64 * 4, 8, 1, True, "jit(f)/core/dot"),
         Collective("collective-permute", 12, 1, 5, True, ""),
