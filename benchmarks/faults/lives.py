@@ -1,10 +1,12 @@
 """Lives as processes: beginning one, waiting for it, and comparing what a run came to with the undisturbed one."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +89,12 @@ def begin(life: Life, *, module: str = CHILD, around: Sequence[str] = (), more: 
     file = write_life(life, out.with_name(f"{out.name}.json"))
     command = [*around, sys.executable, "-m", module, str(file), *more]
     return subprocess.Popen(
-        command, env=environment(out.parent), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(out.parent),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that `wait` can end what it runs under as well
     )
 
 
@@ -106,7 +113,8 @@ def wait(process: subprocess.Popen) -> End:
     try:
         errors = process.communicate(timeout=_LONGEST)[1]
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return End(process.returncode, errors)
 
 

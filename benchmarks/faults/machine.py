@@ -33,7 +33,7 @@ _FILE_LIMIT = 'ulimit -f "$0"; exec "$@"'
 
 def full_disk(straight: Straight, *, size: str, where: str, save_every: int | None = SAVE_EVERY) -> Row:
     """A disk of a few KB, and a second launch when it has room."""
-    life = straight.another(f"full-{size}", save_every=save_every)
+    life = straight.another(f"full-{size}", save_every=save_every, tensorboard=True)
     if not _can_mount():
         return _untried(f"disk full {where}")
     end = finish(life, around=(*_IN_NAMESPACE, _SMALL_DISK, life.launch.out, size))

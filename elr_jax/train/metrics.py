@@ -65,9 +65,9 @@ class MetricsWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _drop_after(self._path, resume_step)
             self._file = self._path.open("a", encoding="utf-8")
+            self._tensorboard = _tensorboard(self._path.parent / "tensorboard", resume_step)
         except OSError as error:
             raise _unwritable(self._path, error) from error
-        self._tensorboard = _tensorboard(self._path.parent / "tensorboard", resume_step)
         self._line = _ProgressLine(total_steps, resume_step, console or Console(), every_seconds, peak_flops, clock)
 
     def __enter__(self) -> Self:
@@ -80,10 +80,10 @@ class MetricsWriter:
         """End the progress line and close the files."""
         if self._active:
             self._line.close()
-            with suppress(OSError):  # a full disk was reported by the write
-                self._file.close()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            for file in (self._file, self._tensorboard):
+                with suppress(OSError):  # a full disk was reported by the write
+                    if file is not None:
+                        file.close()
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Append one line; values are numbers or arrays of one element.
@@ -98,11 +98,10 @@ class MetricsWriter:
         try:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
+            if self._tensorboard is not None:
+                self._tensorboard.write(step, values)
         except OSError as error:
             raise _unwritable(self._path, error) from error
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
 
     def progress(
         self,
@@ -259,13 +258,40 @@ def _drop_after(path: Path, step: int) -> None:
         fresh.replace(path)
 
 
-def _tensorboard(directory: Path, resume_step: int) -> Any:
+class _TensorBoard:
+    """TensorBoard's file, written in this thread: tensorboardX's own writer hangs a run whose disk is full."""
+
+    def __init__(self, directory: Path, resume_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = EventsWriter(str(directory / "events"))
+        self._flushed = time.monotonic()
+        if resume_step:  # what an earlier launch wrote beyond it no longer counts
+            start = SessionLog(status=SessionLog.START)
+            self._file.write_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            summary = self._scalar(name, value)
+            self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        if time.monotonic() - self._flushed > _WINDOW:  # it waits for the disk
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _tensorboard(directory: Path, resume_step: int) -> _TensorBoard | None:
     """A TensorBoard writer, or None where tensorboardX is not installed."""
     try:
-        from tensorboardX import SummaryWriter
+        return _TensorBoard(directory, resume_step)
     except ImportError:
         return None
-    return SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else None)
 
 
 def _unwritable(path: Path, error: OSError) -> ElrError:

@@ -172,6 +172,23 @@ def test_tensorboard_gets_the_same_scalars_where_it_is_installed(tmp_path, monke
     assert events.read_bytes().count(b"loss") == 3
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")  # of its open file
+def test_tensorboard_on_a_full_disk_ends_the_run_with_one_line(tmp_path, monkeypatch):
+    """More lines than any queue would hold."""
+    monkeypatch.undo()
+    pytest.importorskip("tensorboardX")
+    (tmp_path / "tensorboard").mkdir()
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
+    with (
+        MetricsWriter(tmp_path, total_steps=1000) as metrics,
+        pytest.raises(ElrError, match=r"can't be written \(No space left on device\)"),
+    ):
+        for step in range(1000):
+            metrics.write(step, {"loss": 1.0})
+
+
 def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ElrError, match=r"metrics\.jsonl can't be written \(.+\): .*--out"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -246,6 +247,13 @@ def test_mfu_is_the_share_of_the_peak_that_executed_operations_are(finished, tmp
     assert not any("mfu" in line for line in read_metrics(finished[0])), "nobody knows a CPU's peak"
     with pytest.raises(ElrError, match=r"^peak_tflops=0 must be above 0$"):
         Launch(out="", peak_tflops=0)
+
+
+def test_the_peak_is_that_of_all_devices_in_use():
+    mesh = SimpleNamespace(devices=np.array(4 * jax.devices()[:1]))
+    for place, devices in ((runner.Placement(None), 1), (runner.Placement(mesh), 4)):
+        assert place.peak_flops(Launch(out="", peak_tflops=2)) == devices * 2e12
+        assert place.peak_flops(Launch(out="")) is None
 
 
 def test_a_finished_run_launched_again_only_evaluates(finished, tmp_path):
