@@ -1,7 +1,6 @@
 """Cross entropy, also straight from hidden states, and its sums by loop count, so that parts of a batch add up."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,33 +63,48 @@ def linear_cross_entropy(
     float32 logits hold) instead of all logits and their gradients. Products are in the type of `x`, sums in float32 or
     wider; targets and weights get no gradient.
     """
-    length, rows = targets.shape[-1], math.prod(targets.shape[:-1])
-    # every chunk has tokens of all rows, so that devices which share the rows out share each chunk out
-    most = chunk or CHUNK_BYTES * math.prod(map(cut_by, ACTIVATIONS["batch"])) // (4 * head.shape[1])
-    count = -(-length // max(1, most // rows))
-    cut = partial(_cut, count=count, axis=targets.ndim - 1)
+    rows, length = math.prod(targets.shape[:-1]), targets.shape[-1]
+    beside = math.prod(map(cut_by, ACTIVATIONS["batch"])), _apart(length)
+    most = chunk or max(1, CHUNK_BYTES // (4 * head.shape[1]))
+    cut = lambda y: _cut(y.reshape(rows, length, *y.shape[targets.ndim :]), beside, most)
     total, loss, right = _chunked(cut(x), head, cut(targets), cut(weights))
-    whole = lambda y: jnp.moveaxis(y, 0, -2).reshape(*targets.shape[:-1], -1)[..., :length]
+    whole = lambda y: _join(y, rows, length).reshape(targets.shape)
     return total, TokenScores(loss=jax.lax.stop_gradient(whole(loss)), right=whole(right))
 
 
-Chunks = Float[Array, "chunks *B N D"]
-Scores = tuple[Float[Array, ""], Float[Array, "chunks *B N"], Bool[Array, "chunks *B N"]]
+Chunks = Float[Array, "chunks rows pieces N D"]
+Scores = tuple[Float[Array, ""], Float[Array, "chunks rows pieces N"], Bool[Array, "chunks rows pieces N"]]
+"""A chunk has N tokens for each device, which share out rows and pieces of the sequence: nothing in it is exchanged."""
 
 
-def _cut(x: Array, *, count: int, axis: int) -> Array:
-    """The axis of tokens in `count` equal pieces, which come first, filled up with zeros: tokens of weight 0."""
-    size = -(-x.shape[axis] // count)
-    sides = [(0, 0)] * x.ndim
-    sides[axis] = (0, count * size - x.shape[axis])
-    pieces = jnp.pad(x, sides).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-    pieces = jnp.moveaxis(pieces, axis, 0)
-    return pieces if axis == 0 else constrain(pieces, None, "batch", "sequence", *[None] * (x.ndim - 2))
+def _apart(length: int) -> int:
+    """Devices that share out a sequence; one that they don't divide is whole on each."""
+    pieces = math.prod(map(cut_by, ACTIVATIONS["sequence"]))
+    return 1 if length % pieces else pieces
+
+
+def _cut(x: Array, beside: tuple[int, int], most: int) -> Array:
+    """The tokens [B,T,…] of each device in chunks of at most so many, filled up with zeros: tokens of weight 0."""
+    rows, pieces = beside
+    batch, length, *rest = x.shape
+    tokens = batch * length // (rows * pieces)
+    count = -(-tokens // most)
+    x = jnp.swapaxes(x.reshape(rows, batch // rows, pieces, length // pieces, *rest), 1, 2)
+    x = constrain(x.reshape(rows, pieces, tokens, *rest), "batch", "sequence", *[None] * (1 + len(rest)))
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -tokens % count), *[(0, 0)] * len(rest)])
+    return jnp.moveaxis(x.reshape(rows, pieces, count, -1, *rest), 2, 0)
+
+
+def _join(y: Array, batch: int, length: int) -> Array:
+    """What `_cut` cut, [B,T]."""
+    _, rows, pieces, _ = y.shape
+    y = jnp.moveaxis(y, 0, 2).reshape(rows, pieces, -1)[..., : batch * length // (rows * pieces)]
+    return jnp.swapaxes(y.reshape(rows, pieces, batch // rows, -1), 1, 2).reshape(batch, length)
 
 
 @jax.custom_vjp
 def _chunked(
-    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks *B N"], weights: Float[Array, "chunks *B N"]
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks rows pieces N"], weights: Array
 ) -> Scores:
     head = _working(head, x)
 
@@ -104,7 +118,7 @@ def _chunked(
 
 
 def _forward(
-    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks *B N"], weights: Float[Array, "chunks *B N"]
+    x: Chunks, head: Float[Array, "D V"], targets: Int[Array, "chunks rows pieces N"], weights: Array
 ) -> tuple[Scores, tuple[Chunks, Array]]:
     working = _working(head, x)
 
@@ -114,14 +128,15 @@ def _forward(
         loss, right, share = _scores(wide_product(x, working), targets)
         here = jnp.arange(head.shape[1]) == targets[..., None]
         error = (weights[..., None] * (share - here)).astype(x.dtype)
-        tokens = tuple(range(targets.ndim))
-        slope += jax.lax.dot_general(x, error, ((tokens, tokens), ((), ())), preferred_element_type=slope.dtype)
+        slope += jnp.einsum("rpnd,rpnv->rpdv", x, error, preferred_element_type=slope.dtype)
         back = jnp.matmul(error, working.T, preferred_element_type=slope.dtype)
         return (total + jnp.sum(weights * loss), slope), (loss, right, back.astype(x.dtype))
 
-    start = _zero(x), jnp.zeros(head.shape, _zero(x).dtype)
+    # each device sums its own: else all would exchange a gradient of the head's size for every chunk
+    slope = jnp.zeros((*targets.shape[1:3], *head.shape), _zero(x).dtype)
+    start = _zero(x), constrain(slope, "batch", "sequence", None, "vocab")
     (total, slope), (loss, right, back) = jax.lax.scan(one, start, (x, targets, weights))
-    return (total, loss, right), (back, slope.astype(head.dtype))
+    return (total, loss, right), (back, jnp.sum(slope, axis=(0, 1)).astype(head.dtype))
 
 
 def _backward(made: tuple[Chunks, Array], cotangent: Scores):
@@ -132,7 +147,7 @@ def _backward(made: tuple[Chunks, Array], cotangent: Scores):
 _chunked.defvjp(_forward, _backward)
 
 
-def _scores(logits: Float[Array, "*B N V"], targets: Int[Array, "*B N"]):
+def _scores(logits: Float[Array, "rows pieces N V"], targets: Int[Array, "rows pieces N"]):
     """Loss, whether the target is the maximum, and the softmax."""
     highest = jnp.max(logits, axis=-1, keepdims=True)
     powers = jnp.exp(logits - highest)

@@ -96,4 +96,4 @@ def test_a_chunk_holds_as_many_tokens_as_its_bytes(monkeypatch):
     x, head, targets, weights = hidden_states()
     monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * VOCAB * 4)
     jaxpr = jax.make_jaxpr(linear_cross_entropy)(x, head, targets, weights)
-    assert f"f32[{ROWS},1,{VOCAB}]" in str(jaxpr) and f"{LENGTH},{VOCAB}]" not in str(jaxpr)
+    assert f"f32[1,1,4,{VOCAB}]" in str(jaxpr) and f"{ROWS * LENGTH},{VOCAB}" not in str(jaxpr)

@@ -48,6 +48,8 @@ class Fit:
     """What the backward pass keeps."""
     loops: int | None = None
     """Loops of every row; None: training draws them by the plan's law, requests run the model's most."""
+    quick: bool = False
+    """Let the compiler make little effort: a fraction of the time, and more memory and collectives than a run has."""
     json: str | None = None
     """File to write the rows to; None writes nothing."""
     write: bool = False
@@ -69,7 +71,7 @@ def main(settings: Fit) -> list[Row]:
     for plan in (changed(plan, settings) for plan in plans):
         for program in settings.programs:
             with Console(stderr=True).status(f"{plan.name} {program} for {plan.topology}: compiling, minutes …"):
-                rows.append(fit(plan, program))
+                rows.append(fit(plan, program, quick=settings.quick))
             if settings.write:
                 update(DOCS, rows[-1:])
     show(rows)

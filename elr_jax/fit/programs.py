@@ -34,22 +34,31 @@ class Compiled(NamedTuple):
     """What lowering and compiling took here."""
 
 
+class Where(NamedTuple):
+    """A slice, its mesh, and whether the compiler is to look for fast code with little effort."""
+
+    topology: Topology
+    mesh: Mesh
+    quick: bool
+
+
 class DoesNotFit(ElrError):
     """A program that the compiler refuses for want of memory."""
 
 
-def compile_training(recipe: Recipe, runtime: Runtime, *, seq_len: int, mesh: Mesh, topology: Topology) -> Compiled:
+def compile_training(recipe: Recipe, runtime: Runtime, *, seq_len: int, where: Where) -> Compiled:
     """One optimizer step."""
-    return _compile(partial(lower_step, recipe, runtime, mesh, seq_len=seq_len), mesh=mesh, topology=topology)
+    return _compile(partial(lower_step, recipe, runtime, where.mesh, seq_len=seq_len), where=where)
 
 
 def compile_serving(
-    config: ModelConfig, runtime: Runtime, *, rows: int, context: int, new: int, mesh: Mesh, topology: Topology
+    config: ModelConfig, runtime: Runtime, *, rows: int, context: int, new: int, where: Where
 ) -> Compiled:
     """A batch's prompts of `new` tokens at once, or for one token a decode step, beside caches for `context` tokens.
 
     Weights are in the runtime's type. Rows are cut over the mesh, keys and values also by their heads.
     """
+    mesh = where.mesh
     params = Placement(mesh).params(config, runtime.dtype)
     start = partial(decoding.start, config, rows, context, loops=config.loop.max_loops, dtype=runtime.dtype)
     state = _cut_state(jax.eval_shape(start), mesh)
@@ -65,7 +74,7 @@ def compile_serving(
     else:
         program = jit(partial(decoding.prefill, fresh=True, **settings))
         operands = (params, state, row(jnp.int32, new), row(jnp.int32), requests)
-    return _compile(partial(program.lower, *operands), mesh=mesh, topology=topology)
+    return _compile(partial(program.lower, *operands), where=where)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -87,11 +96,13 @@ def _cut_state(state: decoding.DecodeState, mesh: Mesh) -> decoding.DecodeState:
     return jax.tree.map_with_path(cut, state)
 
 
-def _compile(lower: Callable[[], Any], *, mesh: Mesh, topology: Topology) -> Compiled:
-    began = time.perf_counter()
-    with jax.set_mesh(mesh), compiling():
+def _compile(lower: Callable[[], Any], *, where: Where) -> Compiled:
+    began, options = time.perf_counter(), OPTIONS[where.topology.platform]
+    if where.quick:
+        options = options | {"exec_time_optimization_effort": -1.0}
+    with jax.set_mesh(where.mesh), compiling():
         try:
-            compiled = lower().compile(compiler_options=OPTIONS[topology.platform])
+            compiled = lower().compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -57,9 +57,13 @@ def _tables(rows: Sequence[Row]) -> list[tuple[str, Sequence[str], list[list[str
     ]
 
 
+def _names(row: Row) -> list[str]:
+    return [row.preset, f"{row.program}, quick" if row.quick else row.program, row.topology]
+
+
 def _sizes(row: Row) -> list[str]:
     cut = f" in {row.microbatches}" if row.microbatches > 1 else ""
-    head = [row.preset, row.program, row.topology, row.mesh, f"{row.rows} × {row.tokens:,}{cut}", f"{row.rounds:.2f}"]
+    head = [*_names(row), row.mesh, f"{row.rows} × {row.tokens:,}{cut}", f"{row.rounds:.2f}"]
     memory = f"{row.chip.memory / GB:.0f}"
     if row.refusal is not None:
         return [*head, "", "", f"of {memory}", "no program"]
@@ -77,13 +81,14 @@ def _exchanges(row: Row) -> list[str]:
         runs, size = row.collectives.get(kind, (0, 0))
         return f"{runs:,.0f}, {size / GB:,.2f}" if runs else ""
 
-    return [row.preset, row.program, row.topology, *map(told, KINDS)]
+    return [*_names(row), *map(told, KINDS)]
 
 
 def _roofs(row: Row) -> list[str]:
     times, (low, high) = row.times, row.mfu
     return [
-        *(row.preset, row.program, row.topology, f"{row.load.executed / 1e12:,.4g}"),
+        *_names(row),
+        f"{row.load.executed / 1e12:,.4g}",
         *(f"{size / GB:,.2f}" for size in (row.load.moved, row.load.sent)),
         *(f"{seconds:.3g}" for seconds in times),
         f"{times.overlapped:.3g} – {times.in_turn:.3g}",

@@ -5,15 +5,13 @@ import importlib.metadata
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jax.sharding import Mesh
-
 from elr_jax.collectives import Collective
 from elr_jax.fit.plans import Plan
-from elr_jax.fit.programs import Compiled, DoesNotFit, compile_serving, compile_training
+from elr_jax.fit.programs import Compiled, DoesNotFit, Where, compile_serving, compile_training
 from elr_jax.fit.roofline import Load, Times, mean_rounds, runs_of, sent_bytes, serving_load, times, training_load
 from elr_jax.hardware import HARDWARE, Hardware
 from elr_jax.sharding import make_mesh
-from elr_jax.topologies import Topology, absent_devices, parse_topology
+from elr_jax.topologies import absent_devices, parse_topology
 
 Program = Literal["train", "prefill", "decode"]
 PACKAGES = {"tpu": ("jax", "libtpu"), "cuda": ("jax", "jax-cuda13-plugin")}
@@ -36,6 +34,8 @@ class Row:
     """Of the core, on average: how often collectives count that run in a loop whose length only the run knows."""
     date: str
     versions: dict[str, str]
+    quick: bool
+    """Compiled with little effort, in a fraction of the time: more bytes of memory and of collectives than a run has."""
     refusal: str | None = None
     """The compiler's, where it makes no program for want of memory; what follows is 0 then."""
     arguments: int = 0
@@ -74,7 +74,7 @@ class Row:
         return least / self.times.in_turn, least / self.times.overlapped
 
 
-def fit(plan: Plan, program: Program) -> Row:
+def fit(plan: Plan, program: Program, *, quick: bool = False) -> Row:
     """Compile one program of a plan.
 
     Raises:
@@ -82,7 +82,7 @@ def fit(plan: Plan, program: Program) -> Row:
     """
     topology, training = parse_topology(plan.topology), program == "train"
     text = plan.mesh if training else plan.serving_mesh
-    mesh = make_mesh(text, devices=absent_devices(topology))
+    where = Where(topology, make_mesh(text, devices=absent_devices(topology)), quick)
     row = Row(
         preset=plan.name,
         program=program,
@@ -93,11 +93,12 @@ def fit(plan: Plan, program: Program) -> Row:
         microbatches=plan.microbatches if training else 1,
         remat=plan.remat if training else "none",
         rounds=mean_rounds(plan.recipe) if training else plan.model.loop.max_loops,
+        quick=quick,
         date=datetime.date.today().isoformat(),
         versions={name: importlib.metadata.version(name) for name in PACKAGES[topology.platform]},
     )
     try:
-        compiled, load = _compile(plan, row, mesh, topology)
+        compiled, load = _compile(plan, row, where)
     except DoesNotFit as error:
         return replace(row, refusal=str(error))
     return replace(
@@ -111,14 +112,14 @@ def fit(plan: Plan, program: Program) -> Row:
     )
 
 
-def _compile(plan: Plan, row: Row, mesh: Mesh, topology: Topology) -> tuple[Compiled, Load]:
-    where, runtime = {"mesh": mesh, "topology": topology}, plan.runtime
+def _compile(plan: Plan, row: Row, where: Where) -> tuple[Compiled, Load]:
+    runtime, mesh = plan.runtime, where.mesh
     if row.program == "train":
-        compiled = compile_training(plan.recipe, runtime, seq_len=row.tokens, **where)
+        compiled = compile_training(plan.recipe, runtime, seq_len=row.tokens, where=where)
         found = {"held": compiled.arguments, "sent": sent_bytes(compiled.collectives, row.rounds), "mesh": mesh}
         return compiled, training_load(plan.recipe, runtime, seq_len=row.tokens, rounds=row.rounds, **found)
     sizes = {"rows": row.rows, "context": row.tokens, "new": 1 if row.program == "decode" else row.tokens}
-    compiled = compile_serving(plan.model, runtime, **sizes, **where)
+    compiled = compile_serving(plan.model, runtime, **sizes, where=where)
     found = {"held": compiled.arguments, "sent": sent_bytes(compiled.collectives, row.rounds), "mesh": mesh}
     return compiled, serving_load(plan.model, runtime, loops=plan.model.loop.max_loops, **sizes, **found)
 
