@@ -35,7 +35,7 @@ class Row:
     date: str
     versions: dict[str, str]
     quick: bool
-    """Compiled with little effort, in a fraction of the time: more bytes of memory and of collectives than a run has."""
+    """Compiled with little effort, in a fraction of the time: more memory and more bytes exchanged than a run has."""
     refusal: str | None = None
     """The compiler's, where it makes no program for want of memory; what follows is 0 then."""
     arguments: int = 0
