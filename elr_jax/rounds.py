@@ -80,9 +80,7 @@ def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: O
 
     def save(i: Array, state: tuple[Carry, list[Array | None]]) -> tuple[Carry, list[Array | None]]:
         carry, made = step(i, state[0])
-        # a slice, since XLA updates nothing else in the host's memory
-        put = lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, i, 0)
-        return carry, jax.tree.map(put, state[1], made)
+        return carry, jax.tree.map(partial(_put, i), state[1], made)
 
     _, shapes = jax.eval_shape(step, jnp.int32(0), carry)
     buffers = jax.tree.map(partial(_buffer, max_rounds), shapes, static["spaces"])
@@ -96,6 +94,14 @@ def _buffer(max_rounds: int, leaf: jax.ShapeDtypeStruct, space: Any) -> Array:
     if space != jax.memory.Space.Host:
         return jnp.zeros((max_rounds, *leaf.shape), leaf.dtype)
     return lax.broadcast(jax.device_put(jnp.zeros((), leaf.dtype), space), (max_rounds, *leaf.shape))
+
+
+def _put(i: Int32[Array, ""], buffer: Array, leaf: Array) -> Array:
+    """The buffer with the residual of round i."""
+    # in the host's memory XLA updates slices alone; elsewhere a slice would change what the devices of a mesh exchange
+    if jax.typeof(buffer).memory_space == jax.memory.Space.Host:
+        return lax.dynamic_update_index_in_dim(buffer, leaf, i, 0)
+    return buffer.at[i].set(leaf)
 
 
 def _backward(body: Body, max_rounds: int, saved: _Saved, cotangent: Carry):
