@@ -116,7 +116,11 @@ def test_two_processes_train_what_one_trains_and_the_first_alone_tells(tmp_path,
     subprocess.run([sys.executable, "-c", script, tmp_path], env=environment(1), check=True, timeout=PATIENCE)
     for here, there in zip(told(straight), told(tmp_path), strict=True):
         assert here.keys() == there.keys()
-        np.testing.assert_allclose(list(here.values()), list(there.values()), rtol=1e-4, atol=1e-6)
+        ran = {"executed_rounds", "idle_rounds", "layer_passes", "train_flops"} & here.keys()
+        if ran:  # each process as deep as its own deepest row
+            assert here["executed_rounds"] + here["idle_rounds"] == there["executed_rounds"]
+        same = [name for name in here if name not in ran]
+        np.testing.assert_allclose([here[n] for n in same], [there[n] for n in same], rtol=1e-4, atol=1e-6)
     for one, other in zip(*(jax.tree.leaves(final_state(run).params) for run in (straight, tmp_path)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
