@@ -22,7 +22,7 @@ from elr_jax.serving_cost import weight_reads
 from elr_jax.sharding import DEFAULT_RULES, Rules, param_shardings
 from elr_jax.train.settings import Recipe
 
-DRAWS = 256
+DRAWS = 128
 """Steps whose depths are drawn for the mean of their rounds."""
 
 

@@ -35,7 +35,7 @@ class Row:
     date: str
     versions: dict[str, str]
     quick: bool
-    """Compiled with little effort, in a fraction of the time: more bytes of memory and of collectives than a run has."""
+    """Compiled with little effort, in a fraction of the time: more memory and collectives than a run has."""
     refusal: str | None = None
     """The compiler's, where it makes no program for want of memory; what follows is 0 then."""
     arguments: int = 0
@@ -88,7 +88,7 @@ def fit(plan: Plan, program: Program, *, quick: bool = False) -> Row:
         program=program,
         topology=plan.topology,
         mesh=text,
-        rows=plan.batch_size if training else plan.requests,
+        rows={"train": plan.batch_size, "prefill": plan.prompts, "decode": plan.requests}[program],
         tokens=plan.seq_len if training else plan.context,
         microbatches=plan.microbatches if training else 1,
         remat=plan.remat if training else "none",
