@@ -47,6 +47,7 @@ TINY = Plan(
     seq_len=32,
     microbatches=2,
     serving_mesh="data=1",
+    prompts=2,
     requests=2,
     context=16,
 )
@@ -75,6 +76,7 @@ def test_a_plan_divides_by_its_meshes(plan):
     assert training.size == serving.size == parse_topology(plan.topology).chips
     batch_sharding(training, (plan.batch_size // plan.microbatches, plan.seq_len))
     batch_sharding(serving, (plan.requests,))
+    batch_sharding(serving, (plan.prompts,))
     param_shardings(param_specs(plan.model), training)
     # weights in bfloat16 and the caches of all requests fit; that the rest does, is for the compiler to say
     entries = cache_bytes(plan.model, tokens=plan.context, dtype="bfloat16")
@@ -105,7 +107,8 @@ def test_settings_change_a_plan():
     plan = find_plan("dory_4b", None)
     told = {"mesh": "fsdp=32,tensor=2", "batch_size": 64, "seq_len": 512, "loops": 3, "remat": "round"}
     other = changed(plan, Fit(preset="dory_4b", **told))
-    assert (other.mesh, other.serving_mesh, other.batch_size, other.requests) == ("fsdp=32,tensor=2",) * 2 + (64, 64)
+    assert (other.mesh, other.serving_mesh) == ("fsdp=32,tensor=2",) * 2
+    assert (other.batch_size, other.requests, other.prompts) == (64, 64, 64)
     assert (other.seq_len, other.context, other.runtime.remat) == (512, 512, "round")
     assert other.depth == Fixed(loops=3) and other.model.loop.max_loops == 3
     assert changed(plan, Fit(preset="dory_4b")) == plan
@@ -128,6 +131,8 @@ def test_rounds_are_those_that_microbatches_run():
     law = PerExample(max_loops=4, forced=0.1)
     recipe = dataclasses.replace(TINY.recipe, depth=law, batch_size=64, microbatches=64)
     assert mean_rounds(recipe) == pytest.approx(law.mean(), abs=0.05), "a row each: none waits"
+    few = mean_rounds(dataclasses.replace(recipe, microbatches=16))
+    assert law.mean() < few < law.mean() + 0.3, "four rows of like depth"
     assert mean_rounds(dataclasses.replace(recipe, microbatches=1)) == pytest.approx(4, abs=0.01)
 
 

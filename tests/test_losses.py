@@ -46,8 +46,14 @@ def naive(x, head, targets, weights):
     return jnp.sum(weights * cross_entropy(logits, targets)), logits
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, ROWS * LENGTH, None])
-def test_linear_cross_entropy_is_cross_entropy_of_the_product(chunk):
+WHOLE = [(chunk, {}) for chunk in (1, 4, 7, ROWS * LENGTH, None)]
+SHARED = [(2, {"sequence": 5}), (4, {"fsdp": 3, "sequence": 5}), (4, {"sequence": 2})]
+
+
+@pytest.mark.parametrize("chunk, sizes", [*WHOLE, *SHARED])
+def test_linear_cross_entropy_is_cross_entropy_of_the_product(chunk, sizes, monkeypatch):
+    """Whatever tokens make a chunk, and however many devices would share it out."""
+    monkeypatch.setattr(losses, "cut_by", lambda axis: sizes.get(axis, 1))
     x, head, targets, weights = hidden_states()
     fused = partial(linear_cross_entropy, chunk=chunk)
     slope = lambda function: jax.value_and_grad(lambda x, head: 3 * function(x, head, targets, weights)[0], (0, 1))

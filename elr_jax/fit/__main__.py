@@ -39,7 +39,7 @@ class Fit:
     programs: tuple[Program, ...] = ("train", "prefill", "decode")
     """train: an optimizer step; prefill: requests' prompts as long as the context; decode: a token for each request."""
     batch_size: int | None = None
-    """Rows of an optimizer step, or requests."""
+    """Rows of an optimizer step, prompts that are read at once, or requests of a decode step."""
     seq_len: int | None = None
     """Tokens of a row, or of a request's context."""
     microbatches: int | None = None
@@ -84,9 +84,8 @@ def main(settings: Fit) -> list[Row]:
 def changed(plan: Plan, settings: Fit) -> Plan:
     """The plan with what the settings say."""
     told = {name: value for name in CHANGES if (value := getattr(settings, name)) is not None}
-    for name, other in (("mesh", "serving_mesh"), ("batch_size", "requests"), ("seq_len", "context")):
-        if name in told:
-            told[other] = told[name]
+    same = {"mesh": ("serving_mesh",), "batch_size": ("requests", "prompts"), "seq_len": ("context",)}
+    told |= {other: told[name] for name in same.keys() & told for other in same[name]}
     if (loops := told.pop("loops", None)) is not None:
         loop = dataclasses.replace(plan.model.loop, max_loops=loops)
         told |= {"depth": Fixed(loops=loops), "model": dataclasses.replace(plan.model, loop=loop)}

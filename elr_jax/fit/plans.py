@@ -26,7 +26,10 @@ class Plan:
     remat: str = "layer"
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="adamw"))
     serving_mesh: str
+    prompts: int
+    """That are read at once, each as long as the context."""
     requests: int
+    """Of a decode step."""
     context: int = 8192
 
     @property
@@ -58,6 +61,7 @@ GPT = Plan(
     seq_len=2048,
     microbatches=16,
     serving_mesh="data=8",
+    prompts=8,
     requests=64,
     context=2048,
 )
@@ -69,6 +73,7 @@ DORY = Plan(
     depth=PerExample(max_loops=4, forced=0.1),
     batch_size=256,
     serving_mesh="data=16,tensor=4",
+    prompts=16,
     requests=256,
 )
 KOI = replace(
@@ -85,6 +90,7 @@ MIXTURE = Plan(
     depth=DORY.depth,
     batch_size=256,
     serving_mesh="data=8,expert=8",
+    prompts=64,
     requests=256,
 )
 ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16"}
@@ -95,7 +101,15 @@ PLANS = (
     KOI,
     replace(KOI, **ON_V5P, serving_mesh="data=2,tensor=8"),
     MIXTURE,
-    replace(MIXTURE, topology="h200:1x1x8", mesh="expert=8", serving_mesh="expert=8", batch_size=64, microbatches=8),
+    replace(
+        MIXTURE,
+        topology="h200:1x1x8",
+        mesh="expert=8",
+        serving_mesh="expert=8",
+        batch_size=64,
+        prompts=8,
+        microbatches=8,
+    ),
 )
 
 

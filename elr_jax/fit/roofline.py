@@ -24,7 +24,7 @@ from elr_jax.sharding import DEFAULT_RULES, Rules, param_shardings
 from elr_jax.train.settings import Recipe
 from elr_jax.typing import Array, Int32
 
-DRAWS = 256
+DRAWS = 128
 """Steps whose depths are drawn for the mean of their rounds."""
 
 
