@@ -11,11 +11,12 @@ time is a bound from below that the chip's peaks give, with arithmetic, memory a
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
+from elr_jax.config import Remat
 from elr_jax.depth import Fixed
 from elr_jax.errors import ElrError, one_line_errors
 from elr_jax.fit.plans import PLANS, Plan, find_plan
@@ -23,7 +24,7 @@ from elr_jax.fit.report import show, update, write_rows
 from elr_jax.fit.rows import Program, Row, fit
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHANGES = ("topology", "mesh", "batch_size", "seq_len", "microbatches", "remat", "loops")
+CHANGES = ("topology", "mesh", "batch_size", "seq_len", "microbatches", "remat", "gather_core", "loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,10 @@ class Fit:
     """Tokens of a row, or of a request's context."""
     microbatches: int | None = None
     """Parts a step's rows are cut into after sorting by depth."""
-    remat: Literal["none", "dots", "layer", "round"] | None = None
+    remat: Remat | None = None
     """What the backward pass keeps."""
+    gather_core: bool | None = None
+    """Whether each chip holds the core and its gradient whole while its rounds run."""
     loops: int | None = None
     """Loops of every row; None: training draws them by the plan's law, requests run the model's most."""
     quick: bool = False

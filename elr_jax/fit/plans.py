@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from elr_jax import presets
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import ModelConfig, Remat, Runtime
 from elr_jax.depth import DepthLaw, PerExample
 from elr_jax.errors import ElrError
 from elr_jax.train.optim import OptimConfig
@@ -23,7 +23,9 @@ class Plan:
     batch_size: int
     seq_len: int = 4096
     microbatches: int = 4
-    remat: str = "layer"
+    remat: Remat = "layer"
+    gather_core: bool = True
+    """`Runtime.gather_core`: False where a chip can't hold the core and its gradient whole."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="adamw"))
     serving_mesh: str
     prompts: int
@@ -47,7 +49,7 @@ class Plan:
     @property
     def runtime(self) -> Runtime:
         """Activations in bfloat16."""
-        return Runtime(dtype="bfloat16", remat=self.remat)  # pyright: ignore[reportArgumentType]
+        return Runtime(dtype="bfloat16", remat=self.remat, gather_core=self.gather_core)
 
 
 GPT = Plan(
@@ -70,6 +72,7 @@ DORY = Plan(
     model=presets.dory_4b(),
     topology="v5e:8x8",
     mesh="fsdp=64",
+    gather_core=False,
     depth=PerExample(max_loops=4, forced=0.1),
     batch_size=256,
     serving_mesh="data=16,tensor=4",
@@ -93,7 +96,7 @@ MIXTURE = Plan(
     prompts=64,
     requests=256,
 )
-ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16"}
+ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16", "gather_core": True}
 PLANS = (
     GPT,
     DORY,

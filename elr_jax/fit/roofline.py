@@ -96,7 +96,7 @@ def training_load(
     backward; a layer's input and output in each of these, and its cotangents.
     """
     config, rows, tokens = recipe.model, recipe.batch_size, recipe.batch_size * seq_len
-    replays = runtime.remat in ("layer", "round")
+    replays = runtime.remat in ("layer", "offload", "round")
     passes, forward = 3 if replays else 2, flops.forward_flops(config, seq_len=seq_len)
     useful = flops.train_flops(config, seq_len=seq_len, sequences=rows, rounds=rows * rounds)
     replayed = tokens * (forward.at(rounds) - head_flops(config)) if replays else 0.0

@@ -30,6 +30,7 @@ class Row:
     """Of a row; of a decode step those in its cache."""
     microbatches: int
     remat: str
+    gather_core: bool
     rounds: float
     """Of the core, on average: how often collectives count that run in a loop whose length only the run knows."""
     date: str
@@ -92,6 +93,7 @@ def fit(plan: Plan, program: Program, *, quick: bool = False) -> Row:
         tokens=plan.seq_len if training else plan.context,
         microbatches=plan.microbatches if training else 1,
         remat=plan.remat if training else "none",
+        gather_core=plan.gather_core,
         rounds=mean_rounds(plan.recipe) if training else plan.model.loop.max_loops,
         quick=quick,
         date=datetime.date.today().isoformat(),
