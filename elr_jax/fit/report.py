@@ -15,6 +15,8 @@ from elr_jax.fit.rows import Row
 from elr_jax.sections import write_section
 
 GB = 1e9
+WIDTH = 170
+"""Of a file or pipe, columns."""
 SIZES = ("model", "program", "slice", "mesh", "rows × tokens", "rounds", "given", "temporary", "GB of a chip's", "fits")
 ROOFS = (
     "model",
@@ -36,6 +38,8 @@ EXCHANGES = ("model", "program", "slice", *KINDS)
 def show(rows: Sequence[Row]) -> None:
     """Print the tables, and what the compiler said of what does not fit."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     for title, header, lines in _tables(rows):
         table = Table(title=title, title_justify="left")
         for name in header:
