@@ -4,6 +4,7 @@ VENV ?= .venv
 NEWEST ?= python3.12
 MINUTES ?= 10
 WORKERS ?= 2
+FIT ?= all
 
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
@@ -39,11 +40,11 @@ aot: ## Compile every kernel and a training step for TPUs and H200 (none is need
 aot-tests: $(AOT)
 	$(BIN)/python -m pytest -m aot --timeout 1800
 
-fit: ## Compile full-size models for slices of TPUs and H200s (none is needed) and tell what fits (most of an hour)
+fit: ## Compile full-size models for slices of TPUs and H200s (none is needed) and tell what fits (an hour or two; FIT=dory_4b: one)
 	$(MAKE) fit-table VENV=.venv-aot
 
 fit-table: $(AOT)
-	$(BIN)/python -m elr_jax.fit all
+	$(BIN)/python -m elr_jax.fit $(FIT)
 
 test-newest: ## Run the default tests in a second environment with the Python NEWEST (python3.12)
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
