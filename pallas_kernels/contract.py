@@ -49,7 +49,7 @@ def choose(
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
         raise ElrError(f"{op}(implementation={implementation!r}) is unknown: choose one of {names}, or None")
-    reason = None if implementation == "xla" else refusal(implementation)
+    reason = None if implementation == "xla" else refusal(implementation) or _cut()
     if reason:
         raise ElrError(f"{op}(implementation={implementation!r}) can't run: {reason}; None picks a form that can")
     return Choice(op=op, implementation=implementation, named=True)
@@ -70,6 +70,13 @@ def _whole() -> bool:
         return jax.device_count() == 1
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return all(kind == jax.sharding.AxisType.Manual or mesh.shape[name] == 1 for name, kind in kinds)
+
+
+def _cut() -> str | None:
+    """Why no kernel can be had by name where XLA cuts arrays: it refuses to cut a TPU's and gathers all for a GPU's."""
+    if jax.sharding.get_abstract_mesh().empty or _whole() or interpreting():
+        return None
+    return "arrays are cut over a mesh, and a kernel's only shard_map can cut"
 
 
 def run(choice: Choice, kernel: Callable[..., Any], xla: Callable[..., Any], *operands: Any) -> Any:

@@ -47,6 +47,15 @@ def test_arrays_that_xla_cuts_get_no_kernel_unasked(kind, form):
         assert choose("op", None, best={"tpu": "pallas_tpu"}, refusal=lambda name: None).implementation == form
 
 
+def test_a_named_kernel_is_refused_where_xla_cuts_arrays():
+    named = partial(choose, "op", "pallas_tpu", best={}, refusal=lambda name: None)
+    with jax.sharding.use_abstract_mesh(tpu_mesh(4)), pytest.raises(ElrError, match="arrays are cut over a mesh"):
+        named()
+    for mesh in (tpu_mesh(4, AxisType.Manual), tpu_mesh(1)):
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert named().implementation == "pallas_tpu"
+
+
 def test_a_kernel_nobody_named_gives_way_on_another_platform():
     """As where a program made on a host with TPUs is put on its CPU."""
     chosen = choose("op", "pallas_tpu", best={}, refusal=lambda name: None)
