@@ -121,7 +121,7 @@ def test_every_model_and_cache_mode_decodes_mixed_batches(config, mode):
     assert [row.tokens for row in found] == each_alone(params, config, mode)
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("chunk", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_skipped_decoder_generates_the_same(chunk):
     """Exactly, where the decoder reads as far as its windows reach; prompts shorter than that are read whole."""
     rule = dataclasses.replace(RULES["parcae"], max_loops=4)

@@ -161,6 +161,7 @@ def paper_cells(question):
     return cells_of(question, "paper").values()
 
 
+@pytest.mark.slow
 def test_routes_are_measured_on_the_core_alone():
     """A first round keeps its own routes; routes that never change keep everything, at no cost of a switch."""
     cell = cells_of("route_replay", "smoke")["moe_fresh"]

@@ -35,6 +35,7 @@ def test_the_paper_preset_describes_half_a_billion_parameters():
     assert len(cells(size)) == 22
 
 
+@pytest.mark.slow
 def test_the_command_takes_its_first_steps_and_reports(command, tmp_path):
     text = tmp_path / "text"
     text.mkdir()

@@ -51,6 +51,7 @@ def test_accuracy_is_counted_by_hops_and_loops(tiny_cell, monkeypatch):
     np.testing.assert_array_equal(table, [[0, 0], [0, 0], [1, 1], [0, 0]])
 
 
+@pytest.mark.slow
 def test_the_command_takes_its_first_steps_and_reports(command, tmp_path):
     command("experiments.pointer_chase", "--preset", "smoke", "--seeds", 0, "--runs", tmp_path, "--only", "mixed")
     folder = tmp_path / "pointer_chase" / "smoke"
