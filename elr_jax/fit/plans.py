@@ -72,7 +72,6 @@ DORY = Plan(
     model=presets.dory_4b(),
     topology="v5e:8x8",
     mesh="fsdp=64",
-    remat="round",
     gather_core=False,
     depth=PerExample(max_loops=4, forced=0.1),
     batch_size=256,
@@ -97,7 +96,7 @@ MIXTURE = Plan(
     prompts=64,
     requests=256,
 )
-ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16", "remat": "layer", "gather_core": True}
+ON_V5P = {"topology": "v5p:2x2x4", "mesh": "fsdp=16", "gather_core": True}
 PLANS = (
     GPT,
     DORY,
