@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import ModelConfig, Remat, Runtime
 from elr_jax.layers.linear import product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import Initializer, ParamSpec, constant, identity, orthogonal, truncated_normal, vector
+from elr_jax.residual import rematerialised
 from elr_jax.rounds import bounded_rounds, scan_rounds
 from elr_jax.sharding import in_step
 from elr_jax.typing import Array, Bool, Depth, Float, Hidden, Int32, Key, Positions, widen
@@ -79,13 +80,16 @@ def loop_round(
     *,
     core: Core,
     config: ModelConfig,
+    remat: Remat = "none",
 ) -> tuple[Hidden, Carried]:
-    """Round i of every example, unchanged where i ≥ depth."""
+    """Round i of every example, unchanged where i ≥ depth; `remat` says what its steps around the core keep."""
     state, carried = carry
     index = i if operands.before is None else operands.before + i
+    enter, leave = (rematerialised(partial(step, config=config), remat) for step in (enter_round, leave_round))
+    around = operands.replace(core=None)  # pyright: ignore
     with jax.named_scope("core"):
-        proposal, later = core(index, enter_round(state, operands, config), carried, operands.core)
-    return leave_round(i, state, proposal, operands, config), _where(i < operands.depth, later, carried)
+        proposal, later = core(index, enter(state, around), carried, operands.core)
+    return leave(i, state, proposal, around), _where(i < operands.depth, later, carried)
 
 
 def _where(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
@@ -137,9 +141,10 @@ def run_loop(
     pass sees no more rounds than that, however far apart the depths are.
     """
     state, operands = begin(entry, depth, params, core_params, config=config, runtime=runtime, noise=noise)
-    body = partial(loop_round, core=core, config=config)
     if runtime.remat == "round":
-        body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable)
+        body = rematerialised(partial(loop_round, core=core, config=config), "round")
+    else:
+        body = partial(loop_round, core=core, config=config, remat=runtime.remat)
 
     def repeat(most: int, carry: tuple[Hidden, Carried], operands: RoundOperands) -> tuple[Hidden, Carried]:
         if runtime.loop == "scan":

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from elr_jax.conditioning import LayerCondition, enter_layer, leave_layer
-from elr_jax.config import ModelConfig, Runtime
+from elr_jax.config import ModelConfig, Remat, Runtime
 from elr_jax.layers import LAYERS, Context
 from elr_jax.layers.attention import KV, GlobalKV
 from elr_jax.layers.norms import rms_norm
@@ -18,6 +19,7 @@ from elr_jax.sharding import constrain
 from elr_jax.typing import Array, Float, Hidden, widen
 from pallas_kernels.sphere_step import sphere_step
 
+Out = TypeVar("Out")
 _LAYER_INPUT = "layer_input"
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -102,8 +104,13 @@ def _remat(letter: str, config: ModelConfig, runtime: Runtime):
         x, made = sub_layer(letter, x, params, context, config, before)
         return x, made.shared if letter == "G" else None, None if LAYERS[letter].carry is None else made
 
-    policy = POLICIES.get(runtime.remat)
-    return without_cache if policy is None else jax.checkpoint(without_cache, policy=policy)
+    return rematerialised(without_cache, runtime.remat)
+
+
+def rematerialised(function: Callable[..., Out], remat: Remat) -> Callable[..., Out]:
+    """The function, of which a backward pass keeps what the policy says and makes the rest again."""
+    policy = POLICIES.get(remat)
+    return function if policy is None else jax.checkpoint(function, policy=policy)
 
 
 def extend_stack(

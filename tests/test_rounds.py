@@ -63,16 +63,21 @@ def test_gradients_of_bfloat16_operands_are_summed_in_float32():
     assert float(gradient(jnp.bfloat16(1))) == 1.25
 
 
-def stored(config, runtime, spaces=tuple(jax.memory.Space)):
-    """Shapes of everything that a gradient's loops carry, in these memories, with a leading axis of the rounds."""
+def buffers(config, runtime):
+    """Everything that a gradient's loops carry with a leading axis of the rounds."""
     tokens, depth = jnp.zeros((2, 7), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def loss(params, depth):
         return model.apply(params, tokens, depth, config=config, runtime=runtime, key=jax.random.key(0)).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(parameters.abstract(config), depth).jaxpr
-    found = [var.aval.shape for var in loop_carries(jaxpr) if var.aval.memory_space in spaces]
-    return [shape[1:] for shape in found if len(shape) > 1 and shape[0] == config.loop.max_loops]
+    found = [var.aval for var in loop_carries(jaxpr)]
+    return [aval for aval in found if aval.ndim > 1 and aval.shape[0] == config.loop.max_loops]
+
+
+def stored(config, runtime, spaces=tuple(jax.memory.Space)):
+    """Their shapes without that axis, of those in these memories."""
+    return [aval.shape[1:] for aval in buffers(config, runtime) if aval.memory_space in spaces]
 
 
 def loop_carries(jaxpr):
@@ -99,6 +104,15 @@ def test_weights_are_not_kept_once_more_in_every_round(name, remat, dtype):
         assert set(kept) <= {(2, 7, 8)}, "only the incoming state"
     elif remat in ("layer", "offload"):
         assert all(math.prod(shape) <= 2 * 7 * 8 for shape in kept), "only what has the size of a state"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_steps_around_the_core_keep_nothing_wide(name):
+    """Of a round stay its layers' inputs, the state, and what the core made of it, in the working type: no masks."""
+    rule = RULES[name].__class__(**{**vars(RULES[name]), "max_loops": 11})
+    config = small_model(rule, core="*-")
+    kept = Counter(aval.dtype for aval in buffers(config, Runtime(dtype="bfloat16")) if aval.shape[1:] == (2, 7, 8))
+    assert set(kept) == {jnp.dtype("bfloat16")} and kept.total() <= len(config.core) + 2, kept
 
 
 @pytest.mark.parametrize("core", ["*-", "S-*-"])
