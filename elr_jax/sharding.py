@@ -196,6 +196,36 @@ def on_own_rows(function: Callable[[Any, Any], Out], weights: Any, rows: Any, sp
     return call(weights, rows)
 
 
+def on_own_pieces(
+    function: Callable[..., Any], operands: Sequence[Array], axes: Sequence[Sequence[str | None]], like: Any
+) -> Any:
+    """`function(*operands)`, every device on its own pieces of the operands, where XLA cuts arrays.
+
+    `axes` are the logical axes of each operand. `like` says of each result, or of a tree of results, by which operand
+    it is cut; over mesh axes that cut other operands and not that one, it is the sum. For functions whose pieces need
+    nothing of each other, such as a kernel, which XLA can't cut. No derivative is to be taken of it.
+    """
+    if cut_by(*MESH_AXES) == 1:
+        return function(*operands)
+    mesh = _automatic()
+    cuts = [partition(named, x.shape, mesh) for named, x in zip(axes, operands, strict=True)]
+    over = [set(jax.tree.leaves(tuple(cut))) for cut in cuts]
+    summed = [tuple(sorted(set().union(*over) - mine)) for mine in over]
+
+    def run(*pieces: Array) -> Any:
+        add = lambda i, made: jax.lax.psum(made, summed[i]) if summed[i] else made
+        return jax.tree.map(add, like, function(*pieces))
+
+    out = jax.tree.map(lambda i: _up_to_last(cuts[i]), like)
+    call = jax.shard_map(run, in_specs=tuple(cuts), out_specs=out, axis_names=set(mesh.shape), check_vma=False)
+    return call(*operands)
+
+
+def _up_to_last(cut: PartitionSpec) -> PartitionSpec:
+    """As far as the last axis that is cut: for results that lack the operand's last axes."""
+    return PartitionSpec(*cut[: max((i + 1 for i, group in enumerate(cut) if group), default=0)])
+
+
 def _gathered(piece: Array, cut: PartitionSpec) -> Array:
     """The whole of an array of which each rank holds a piece."""
     for axis, over in enumerate(cut):

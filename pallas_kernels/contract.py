@@ -4,7 +4,7 @@ A named form runs or raises an `ElrError`: at once for shapes and types it has n
 that is not its own. Without a name an op always runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from elr_jax.errors import ElrError
+from elr_jax.sharding import on_own_pieces
 from elr_jax.typing import Array
 from pallas_kernels.interpret import interpreting
 
@@ -43,13 +44,15 @@ def choose(
     Raises:
         ElrError: an unknown name, or a kernel that can't run.
     """
+    refused = lambda name: refusal(name) or _explicit()
     if implementation is None:
-        found = best.get(target_platform(), "xla") if _whole() else "xla"
-        return Choice(op=op, implementation="xla" if found == "xla" or refusal(found) else found, named=False)
+        found = best.get(target_platform(), "xla")
+        able = found != "xla" and not _unknown_cut() and refused(found) is None
+        return Choice(op=op, implementation=found if able else "xla", named=False)
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
         raise ElrError(f"{op}(implementation={implementation!r}) is unknown: choose one of {names}, or None")
-    reason = None if implementation == "xla" else refusal(implementation) or _cut()
+    reason = None if implementation == "xla" else refused(implementation)
     if reason:
         raise ElrError(f"{op}(implementation={implementation!r}) can't run: {reason}; None picks a form that can")
     return Choice(op=op, implementation=implementation, named=True)
@@ -63,31 +66,40 @@ def target_platform() -> str:
     return "cuda" if name == "gpu" else name
 
 
-def _whole() -> bool:
-    """Whether arrays are whole here, or cut by `shard_map`: XLA would gather what it cut itself for a kernel."""
+def _unknown_cut() -> bool:
+    """Whether arrays may be cut unseen: on several devices and no mesh in use, XLA would gather them for a kernel."""
+    return jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1
+
+
+def _explicit() -> str | None:
+    """Why no kernel can be had where the types of arrays say how they are cut, or None."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return all(kind == jax.sharding.AxisType.Manual or mesh.shape[name] == 1 for name, kind in kinds)
+    cut = [name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit and mesh.shape[name] > 1]
+    return f"the mesh axis {cut[0]!r} is Explicit (jax.sharding.auto_axes makes it automatic)" if cut else None
 
 
-def _cut() -> str | None:
-    """Why no kernel can be had by name where XLA cuts arrays: it refuses to cut a TPU's and gathers all for a GPU's."""
-    if jax.sharding.get_abstract_mesh().empty or _whole() or interpreting():
-        return None
-    return "arrays are cut over a mesh, and a kernel's only shard_map can cut"
-
-
-def run(choice: Choice, kernel: Callable[..., Any], xla: Callable[..., Any], *operands: Any) -> Any:
+def run(
+    choice: Choice,
+    kernel: Callable[..., Any],
+    xla: Callable[..., Any],
+    *operands: Any,
+    axes: Sequence[Sequence[str | None]],
+    like: Any,
+) -> Any:
     """The kernel's result where its platform is; elsewhere the XLA form's, unless the kernel was asked for by name.
 
-    To be called where no derivative is taken, inside the op's own rules.
+    On a mesh each device runs it on its own pieces: `axes` and `like` are those of `on_own_pieces`. To be called where
+    no derivative is taken, inside the op's own rules.
     """
-    if choice.named:
-        first = _only_on.bind(operands[0], op=choice.op, implementation=choice.implementation)
-        return kernel(first, *operands[1:])
-    return jax.lax.platform_dependent(*operands, default=xla, **{PLATFORMS[choice.implementation]: kernel})
+
+    def here(*pieces: Any) -> Any:
+        if choice.named:
+            first = _only_on.bind(pieces[0], op=choice.op, implementation=choice.implementation)
+            return kernel(first, *pieces[1:])
+        return jax.lax.platform_dependent(*pieces, default=xla, **{PLATFORMS[choice.implementation]: kernel})
+
+    return on_own_pieces(here, operands, axes, like)
 
 
 def _refuse_elsewhere(context: mlir.LoweringRuleContext, x: Any, *, op: str, implementation: str) -> Any:

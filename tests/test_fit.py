@@ -216,7 +216,7 @@ def test_a_small_plan_on_four_chips_that_are_not_here():
     sizes = {"attention": AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=128), "mlp": MLPConfig(d_ff=1024)}
     model = dataclasses.replace(TINY.model, d_model=512, vocab_size=256, **sizes)
     plan = dataclasses.replace(TINY, model=model, topology="v5e:2x2", mesh="fsdp=4", serving_mesh="data=2,tensor=2")
-    plan = dataclasses.replace(plan, batch_size=16, seq_len=256, requests=4)
+    plan = dataclasses.replace(plan, batch_size=16, seq_len=256, requests=4, kernels=True)
     train, decode = fit_rows.fit(plan, "train"), fit_rows.fit(plan, "decode")
     mesh = AbstractMesh((4,), ("fsdp",))
     places = jax.tree.leaves(state_shardings(plan.recipe, mesh))

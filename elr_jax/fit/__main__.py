@@ -24,7 +24,7 @@ from elr_jax.fit.report import show, update, write_rows
 from elr_jax.fit.rows import Program, Row, fit
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHANGES = ("topology", "mesh", "batch_size", "seq_len", "microbatches", "remat", "gather_core", "loops")
+CHANGES = ("topology", "mesh", "batch_size", "seq_len", "microbatches", "remat", "gather_core", "kernels", "loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,8 @@ class Fit:
     """What the backward pass keeps."""
     gather_core: bool | None = None
     """Whether each chip holds the core and its gradient whole while its rounds run."""
+    kernels: bool | None = None
+    """Whether attention and state updates are the slice's own kernels, longer to compile; else XLA's forms."""
     loops: int | None = None
     """Loops of every row; None: training draws them by the plan's law, requests run the model's most."""
     quick: bool = False

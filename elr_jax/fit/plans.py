@@ -1,13 +1,18 @@
 """Models with a slice, a mesh, a recipe and a serving batch that `make fit` tells of, by name."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elr_jax import presets
 from elr_jax.config import ModelConfig, Remat, Runtime
 from elr_jax.depth import DepthLaw, PerExample
 from elr_jax.errors import ElrError
+from elr_jax.topologies import parse_topology
 from elr_jax.train.optim import OptimConfig
 from elr_jax.train.settings import Recipe
+from pallas_kernels.contract import PLATFORMS
+
+OWN: dict[str, Any] = {platform: name for name, platform in PLATFORMS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Plan:
     remat: Remat = "layer"
     gather_core: bool = True
     """`Runtime.gather_core`: False where a chip can't hold the core and its gradient whole."""
+    kernels: bool = False
+    """Whether attention and state updates are the slice's own kernels; else XLA's forms, as without a name."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="adamw"))
     serving_mesh: str
     prompts: int
@@ -49,7 +56,8 @@ class Plan:
     @property
     def runtime(self) -> Runtime:
         """Activations in bfloat16."""
-        return Runtime(dtype="bfloat16", remat=self.remat, gather_core=self.gather_core)
+        form = OWN[parse_topology(self.topology).platform] if self.kernels else "xla"
+        return Runtime(dtype="bfloat16", remat=self.remat, gather_core=self.gather_core, kernels=form)
 
 
 GPT = Plan(

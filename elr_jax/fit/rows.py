@@ -37,6 +37,8 @@ class Row:
     versions: dict[str, str]
     quick: bool
     """Compiled with little effort, in a fraction of the time: more memory and more bytes exchanged than a run has."""
+    kernels: bool = False
+    """Whether attention and state updates were the slice's own kernels."""
     refusal: str | None = None
     """The compiler's, where it makes no program for want of memory; what follows is 0 then."""
     arguments: int = 0
@@ -94,6 +96,7 @@ def fit(plan: Plan, program: Program, *, quick: bool = False) -> Row:
         microbatches=plan.microbatches if training else 1,
         remat=plan.remat if training else "none",
         gather_core=plan.gather_core,
+        kernels=plan.kernels,
         rounds=mean_rounds(plan.recipe) if training else plan.model.loop.max_loops,
         quick=quick,
         date=datetime.date.today().isoformat(),

@@ -14,6 +14,9 @@ from pallas_kernels.gated_update import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+HIDDEN = ("batch", "sequence", None)
+AXES = (HIDDEN, HIDDEN, (None, None), (None,), (None,), ("batch",))
+"""Logical axes of the operands."""
 
 
 def gated_update(
@@ -51,7 +54,7 @@ def _kernels(implementation: Implementation) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(choice: Choice, eps: float, *operands: Array) -> Hidden:
     kernel = partial(_kernels(choice.implementation).forward, eps=eps)
-    return run(choice, kernel, partial(xla.gated_update, eps=eps), *operands)
+    return run(choice, kernel, partial(xla.gated_update, eps=eps), *operands, axes=AXES, like=0)
 
 
 def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]:
@@ -60,7 +63,9 @@ def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]
 
 def _backward(choice: Choice, eps: float, operands: tuple[Array, ...], cotangent: Hidden) -> tuple[Any, ...]:
     kernel = partial(_from_gate, _kernels(choice.implementation).gate_gradients, eps=eps)
-    return *run(choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent), None
+    plain = partial(_xla_backward, eps=eps)
+    found = run(choice, kernel, plain, *operands, cotangent, axes=(*AXES, HIDDEN), like=(0, 1, 2, 3, 4))
+    return *found, None
 
 
 def _from_gate(gate_gradients: Any, *operands: Array, eps: float) -> tuple[Array, ...]:

@@ -13,6 +13,9 @@ from pallas_kernels.sphere_step import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+HIDDEN = ("batch", "sequence", None)
+AXES = (HIDDEN, HIDDEN, (None,))
+"""Logical axes of the operands."""
 
 
 def sphere_step(
@@ -46,7 +49,7 @@ def _kernels(implementation: Implementation) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(choice: Choice, eps: float, *operands: Array) -> Hidden:
     kernel = partial(_kernels(choice.implementation).forward, eps=eps)
-    return run(choice, kernel, partial(xla.sphere_step, eps=eps), *operands)
+    return run(choice, kernel, partial(xla.sphere_step, eps=eps), *operands, axes=AXES, like=0)
 
 
 def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]:
@@ -55,7 +58,9 @@ def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]
 
 def _backward(choice: Choice, eps: float, operands: tuple[Array, ...], cotangent: Hidden) -> tuple[Array, ...]:
     kernel = partial(_kernels(choice.implementation).backward, eps=eps)
-    return run(choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent)
+    return run(
+        choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent, axes=(*AXES, HIDDEN), like=(0, 1, 2)
+    )
 
 
 def _xla_backward(*operands: Array, eps: float) -> tuple[Array, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax.errors import ElrError
+from elr_jax.sharding import cut_by
 from elr_jax.typing import Array, Float, Int, Keys, Queries, SegmentIds
 from pallas_kernels.contract import Choice, Implementation, choose, run
 from pallas_kernels.windowed_attention import xla
@@ -16,6 +17,13 @@ from pallas_kernels.windowed_attention.band import Band, GlobalKeys, LogSumExp, 
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+QUERY, KEY, CACHED = (
+    ("batch", None, "heads", None),
+    ("batch", None, "kv_heads", None),
+    ("batch", "kv_heads", None, None),
+)
+AXES = (QUERY, KEY, KEY, ("batch", None), ("batch", None))
+"""Logical axes of queries, keys, values and both segment ids."""
 
 
 def windowed_attention(
@@ -94,10 +102,12 @@ def cached_attention(
         inner = Choice(op=choice.op, implementation=form, named=True)
         return joined(_attend(inner, Band(0, window), q, k, v, _segments(None, None, q.shape[:2])), past)[0]
 
-    return run(choice, kernel, plain, *operands)
+    return run(choice, kernel, plain, *operands, axes=(QUERY, KEY, KEY, CACHED, CACHED, ("batch",)), like=0)
 
 
 def _refusal(q: Queries, k: Keys, v: Keys, implementation: Implementation) -> str | None:
+    if cut_by("sequence") > 1:
+        return "the mesh cuts rows along its sequence axis, and a kernel needs the whole row"
     return _kernels(implementation).refusal(q, k, v)
 
 
@@ -134,7 +144,7 @@ def _kernel_attention(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(choice: Choice, band: Band, *operands: Array) -> tuple[Queries, LogSumExp]:
     kernel = partial(_kernels(choice.implementation).forward, band=band)
-    return run(choice, kernel, partial(xla.attention, band=band), *operands)
+    return run(choice, kernel, partial(xla.attention, band=band), *operands, axes=AXES, like=0)
 
 
 def _forward(choice: Choice, band: Band, *operands: Array) -> tuple[Any, Any]:
@@ -145,7 +155,8 @@ def _forward(choice: Choice, band: Band, *operands: Array) -> tuple[Any, Any]:
 def _backward(choice: Choice, band: Band, saved: Any, cotangents: tuple[Queries, LogSumExp]) -> tuple[Any, ...]:
     operands, made = saved
     kernel = partial(_kernels(choice.implementation).backward, band=band)
-    gradients = run(choice, kernel, partial(_xla_backward, band=band), *operands, *made, *cotangents)
+    axes, plain = (*AXES, *(QUERY, QUERY[:3]) * 2), partial(_xla_backward, band=band)
+    gradients = run(choice, kernel, plain, *operands, *made, *cotangents, axes=axes, like=(0, 1, 2))
     return *gradients, None, None
 
 

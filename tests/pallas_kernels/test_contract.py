@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RULES, assert_close, small_model, tiny_dory
+from devices import on_eight_devices
 from interpreted import assert_near, normal
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -40,20 +41,28 @@ def test_without_a_name_the_best_form_of_the_target_runs():
         assert choose("op", None, best={}, refusal=able).implementation == "xla"
 
 
-@pytest.mark.parametrize("kind, form", [(AxisType.Auto, "xla"), (AxisType.Manual, "pallas_tpu")])
-def test_arrays_that_xla_cuts_get_no_kernel_unasked(kind, form):
-    """A kernel is one device's: XLA would gather its operands, where `shard_map` hands it the shards."""
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Manual])
+@pytest.mark.parametrize("name", [None, "pallas_tpu"])
+def test_a_mesh_has_its_kernels(kind, name):
     with jax.sharding.use_abstract_mesh(tpu_mesh(4, kind)):
-        assert choose("op", None, best={"tpu": "pallas_tpu"}, refusal=lambda name: None).implementation == form
+        found = choose("op", name, best={"tpu": "pallas_tpu"}, refusal=lambda name: None)
+        assert found.implementation == "pallas_tpu"
 
 
-def test_a_named_kernel_is_refused_where_xla_cuts_arrays():
-    named = partial(choose, "op", "pallas_tpu", best={}, refusal=lambda name: None)
-    with jax.sharding.use_abstract_mesh(tpu_mesh(4)), pytest.raises(ElrError, match="arrays are cut over a mesh"):
-        named()
-    for mesh in (tpu_mesh(4, AxisType.Manual), tpu_mesh(1)):
-        with jax.sharding.use_abstract_mesh(mesh):
-            assert named().implementation == "pallas_tpu"
+def test_arrays_whose_types_are_cut_get_no_kernel():
+    chosen = partial(choose, "op", best={"tpu": "pallas_tpu"}, refusal=lambda name: None)
+    with jax.sharding.use_abstract_mesh(tpu_mesh(4, AxisType.Explicit)):
+        assert chosen(None).implementation == "xla"
+        with pytest.raises(ElrError, match="mesh axis 'x' is Explicit"):
+            chosen("pallas_tpu")
+    with jax.sharding.use_abstract_mesh(tpu_mesh(1, AxisType.Explicit)):
+        assert chosen(None).implementation == "pallas_tpu"
+
+
+def test_rows_that_are_cut_get_no_kernel():
+    mesh = AbstractMesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ElrError, match="cuts rows along its sequence axis"):
+        kernel(Q, K, V)
 
 
 def test_a_kernel_nobody_named_gives_way_on_another_platform():
@@ -61,7 +70,7 @@ def test_a_kernel_nobody_named_gives_way_on_another_platform():
     chosen = choose("op", "pallas_tpu", best={}, refusal=lambda name: None)
     for named in (True, False):
         form = type(chosen)(op="op", implementation="pallas_tpu", named=named)
-        program = jax.jit(lambda x, form=form: run(form, lambda y: y + 1, lambda y: y - 1, x))
+        program = jax.jit(lambda x, form=form: run(form, lambda y: y + 1, lambda y: y - 1, x, axes=((),), like=0))
         if named:
             with pytest.raises(ElrError, match="runs on tpu and this program is for cpu: choose 'xla', or None"):
                 program(1.0)
@@ -122,6 +131,11 @@ def test_a_shard_is_its_part():
     with plain_interpreter():
         found = jax.jit(sharded)(Q, K, V)
     assert_near([found], [plain(Q, K, V)], "float32")
+
+
+@pytest.mark.parametrize("part", [pytest.param("ops", id="ops"), pytest.param("models", marks=pytest.mark.slow)])
+def test_a_mesh_of_eight_is_one_device(part):
+    on_eight_devices("kernels_on_mesh.py", part)
 
 
 @pytest.mark.slow
