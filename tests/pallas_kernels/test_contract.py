@@ -128,7 +128,7 @@ def test_a_shard_is_its_part():
 @pytest.mark.parametrize(
     "config",
     [
-        small_model(LoopRule(max_loops=2), d_model=128, core="S-"),
+        small_model(LoopRule(max_loops=2), d_model=128, core="SD-"),
         tiny_dory(prelude="", core="S*-", coda=""),
     ],
     ids=["elr", "dory"],
