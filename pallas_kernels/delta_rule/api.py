@@ -18,9 +18,14 @@ from elr_jax.layers.delta_rule import (
     StepSizes,
     chunked,
 )
+from elr_jax.sharding import cut_by
 from elr_jax.typing import Array
 from pallas_kernels.contract import Choice, Implementation, choose, run
 
+QUERY, KEY, STATE = ("batch", None, "heads", None), ("batch", None, None, "heads", None), ("batch", "heads", None, None)
+STARTS = ("batch", None, "heads", None, None)
+AXES = (QUERY, KEY, KEY, KEY[:-1], QUERY[:-1], STATE)
+"""Logical axes of the operands."""
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
 
@@ -50,6 +55,8 @@ def delta_rule(
 
 
 def _refusal(implementation: Implementation, *operands: Array) -> str | None:
+    if cut_by("sequence") > 1:
+        return "the mesh cuts rows along its sequence axis, and the kernel needs the whole row"
     if implementation == "pallas_gpu":
         return "it has no kernel for GPUs"
     return _kernels(implementation).refusal(*operands)
@@ -61,7 +68,7 @@ def _kernels(implementation: Implementation) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(choice: Choice, *operands: Array) -> tuple[Outputs, State]:
-    return run(choice, _kernels(choice.implementation).forward, chunked, *operands)
+    return run(choice, _kernels(choice.implementation).forward, chunked, *operands, axes=AXES, like=(0, 5))
 
 
 def _forward(choice: Choice, *operands: Array) -> tuple[tuple[Outputs, State], Any]:
@@ -70,13 +77,14 @@ def _forward(choice: Choice, *operands: Array) -> tuple[tuple[Outputs, State], A
     def plain(*operands: Array) -> tuple[Array, ...]:
         return *chunked(*operands), jnp.zeros(kernels.starts_shape(*operands), jnp.float32)
 
-    out, end, starts = run(choice, partial(kernels.forward, keep=True), plain, *operands)
+    out, end, starts = run(choice, partial(kernels.forward, keep=True), plain, *operands, axes=AXES, like=(0, 5, 0))
     return (out, end), (operands, starts)
 
 
 def _backward(choice: Choice, saved: Any, cotangents: tuple[Outputs, State]) -> tuple[Array, ...]:
     operands, starts = saved
-    return run(choice, _kernels(choice.implementation).backward, _xla_backward, *operands, starts, *cotangents)
+    kernel, axes = _kernels(choice.implementation).backward, (*AXES, STARTS, QUERY, STATE)
+    return run(choice, kernel, _xla_backward, *operands, starts, *cotangents, axes=axes, like=tuple(range(6)))
 
 
 def _xla_backward(*operands: Array) -> tuple[Array, ...]:
