@@ -32,7 +32,7 @@ class PlannedMemory:
     d_model: int = 2048
     vocab_size: int = 131_072
     rows: int = 4
-    """Rows of the chunk; 24 heads of 128 × 128, 21 tokens of three Householder steps."""
+    """Rows of the chunk; 24 heads of 128 × 128, 16 tokens of three Householder steps."""
     json: str | None = None
     """File to write the tables to; None writes nothing."""
 
@@ -74,7 +74,7 @@ def loss(settings: PlannedMemory, compile: Callable[..., Any]) -> Row:
 
 def chunk(settings: PlannedMemory, compile: Callable[..., Any]) -> Row | None:
     """Bytes of one chunk in float32; None of a compiler that does not count them."""
-    rows, tokens, steps, heads, width = settings.rows, 21, 3, 24, 128
+    rows, tokens, steps, heads, width = settings.rows, 16, 3, 24, 128
     shapes = [
         (rows, tokens, heads, width),
         (rows, tokens, steps, heads, width),
