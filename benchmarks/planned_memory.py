@@ -3,7 +3,8 @@
     python -m benchmarks.planned_memory --chips h200 v5e          half a minute a chip; pip install -e '.[aot]'
 
 Temporary memory of `linear_cross_entropy` with its gradients, against the same from all logits at once; and the bytes
-that XLA's form of one chunk of the delta product moves, against those of its operands and results. Nothing is run.
+that XLA's form of one chunk of the delta product moves, on the chip and off it, against those of its operands and
+results. Nothing is run.
 """
 
 import dataclasses
