@@ -107,14 +107,15 @@ def modelled(cases: list[tuple[str, Case]], chip: Chip) -> Iterator[Row]:
                     seconds[form] = max(cost.get("optimal_seconds", 0), around)
                     if form != "xla":
                         seconds[form] += _least(case, chip, kind)
+                    known = form != "xla" or not case.looped
                     yield {
                         "op": op,
                         "size": case.name,
                         "pass": kind,
                         "form": form,
-                        "ms": 1000 * seconds[form],
+                        "ms": 1000 * seconds[form] if known else None,
                         "temporary MB": program.memory_analysis().temp_size_in_bytes / 1e6,
-                        "ratio": seconds["xla"] / seconds[form] if seconds[form] else None,
+                        "ratio": seconds["xla"] / seconds[form] if seconds[form] and not case.looped else None,
                     }
 
 

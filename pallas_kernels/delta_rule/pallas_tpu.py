@@ -188,7 +188,8 @@ def _backward_kernel(
         _store(ref, gradient)
     columns = jnp.zeros((cut.rows, GATES * cut.block), jnp.float32)
     lane = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 1)
-    tokens = jnp.concatenate([tokens, jnp.zeros((cut.block, cut.rows - cut.tokens, 1), jnp.float32)], axis=1)
+    if cut.steps > 1:
+        tokens = jnp.concatenate([tokens, jnp.zeros((cut.block, cut.rows - cut.tokens, 1), jnp.float32)], axis=1)
     for head in range(cut.block):
         for gate, gradient in ((_BETA, beta), (_STEPS + 1, steps), (_TOKENS + 1, tokens)):
             columns += jnp.where(lane == GATES * head + gate, gradient[head], 0)

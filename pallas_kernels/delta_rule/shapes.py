@@ -31,6 +31,7 @@ def case(name: str, batch: int, length: int, steps: int, heads: int, key: int, v
         inputs=6,
         flops=pallas_tpu.flops(q, k, v),
         kernels=("pallas_tpu",),
+        looped=True,
     )
 
 
