@@ -3,7 +3,8 @@
     python -m benchmarks.planned_memory --chips h200 v5e          half a minute a chip; pip install -e '.[aot]'
 
 Temporary memory of `linear_cross_entropy` with its gradients, against the same from all logits at once; and the bytes
-that XLA's form of one chunk of the delta product moves, against those of its operands and results. Nothing is run.
+that XLA's form of one chunk of the delta product moves, on the chip and off it, against those of its operands and
+results. Nothing is run.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class PlannedMemory:
     d_model: int = 2048
     vocab_size: int = 131_072
     rows: int = 4
-    """Rows of the chunk; 24 heads of 128 × 128, 21 tokens of three Householder steps."""
+    """Rows of the chunk; 24 heads of 128 × 128, 16 tokens of three Householder steps."""
     json: str | None = None
     """File to write the tables to; None writes nothing."""
 
@@ -74,7 +75,7 @@ def loss(settings: PlannedMemory, compile: Callable[..., Any]) -> Row:
 
 def chunk(settings: PlannedMemory, compile: Callable[..., Any]) -> Row | None:
     """Bytes of one chunk in float32; None of a compiler that does not count them."""
-    rows, tokens, steps, heads, width = settings.rows, 21, 3, 24, 128
+    rows, tokens, steps, heads, width = settings.rows, 16, 3, 24, 128
     shapes = [
         (rows, tokens, heads, width),
         (rows, tokens, steps, heads, width),

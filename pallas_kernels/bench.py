@@ -28,7 +28,7 @@ from pallas_kernels.case import Case
 from pallas_kernels.chips import CHIPS, Chip, compiler
 from pallas_kernels.contract import PLATFORMS, Implementation, target_platform
 
-OPS = ("windowed_attention", "gated_update", "sphere_step")
+OPS = ("windowed_attention", "gated_update", "sphere_step", "delta_rule")
 Row = dict[str, Any]
 
 
@@ -96,9 +96,10 @@ def modelled(cases: list[tuple[str, Case]], chip: Chip) -> Iterator[Row]:
     """Compile both forms for a chip and tell what the compiler says of them."""
     with compiler(chip) as compile:
         for op, case in cases:
+            forms: list[Implementation] = ["xla", *[name for name in case.kernels if name == chip.kernels]]
             for kind, wrap in _kinds(case):
                 seconds = {}
-                for form in ("xla", chip.kernels):
+                for form in forms:
                     program = compile(wrap(case.forward(form)), *case.operands)
                     cost = program.cost_analysis() or {}
                     # XLA knows nothing of a kernel's own time, and gives no time at all for some programs
@@ -106,14 +107,15 @@ def modelled(cases: list[tuple[str, Case]], chip: Chip) -> Iterator[Row]:
                     seconds[form] = max(cost.get("optimal_seconds", 0), around)
                     if form != "xla":
                         seconds[form] += _least(case, chip, kind)
+                    known = form != "xla" or not case.looped
                     yield {
                         "op": op,
                         "size": case.name,
                         "pass": kind,
                         "form": form,
-                        "ms": 1000 * seconds[form],
+                        "ms": 1000 * seconds[form] if known else None,
                         "temporary MB": program.memory_analysis().temp_size_in_bytes / 1e6,
-                        "ratio": seconds["xla"] / seconds[form] if seconds[form] else None,
+                        "ratio": seconds["xla"] / seconds[form] if seconds[form] and not case.looped else None,
                     }
 
 
@@ -124,7 +126,7 @@ def _kinds(case: Case) -> list[tuple[str, Callable[..., Any]]]:
 
 def _forms(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
     platform = target_platform()
-    kernels: list[Implementation] = [name for name, home in PLATFORMS.items() if home == platform]  # pyright: ignore
+    kernels: list[Implementation] = [name for name in case.kernels if PLATFORMS[name] == platform]
     for name in ("xla", *kernels):
         yield name, case.forward(name)
     if platform in case.opponents:

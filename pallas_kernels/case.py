@@ -24,6 +24,10 @@ class Case:
     """Of the forward pass, products alone."""
     scores: int = 0
     """Bytes of all scores [B, N, T, T] in the type of the operands, which no form may hold; 0 where there are none."""
+    kernels: tuple[Implementation, ...] = ("pallas_tpu", "pallas_gpu")
+    """Forms there are beside XLA's."""
+    looped: bool = False
+    """XLA's form is a loop, of which its compiler counts one round: it tells no time."""
     opponents: Mapping[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
     """By platform, the name and the function of what it brings itself; it takes the same operands."""
 

@@ -12,6 +12,7 @@ from sharded import near
 from elr_jax import model, parameters
 from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.sharding import batch_sharding, make_mesh, param_shardings, partition
+from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.gated_update import api as gated_update
 from pallas_kernels.interpret import plain_interpreter
 from pallas_kernels.sphere_step import api as sphere_step
@@ -43,6 +44,11 @@ def ops() -> None:
         (beyond, (query, keys(), keys(), keys(), keys()), joined, 5),
         (decode, (query[:, :1], keys()[:, :1], keys()[:, :1], cached(), cached(), length), (joined[0], *cut), 0),
     ]
+    tokens, steps = (4, 20, 4), (4, 20, 2, 4)
+    step_keys = normal(*steps, 8)
+    rule = (normal(*tokens, 8), step_keys / jnp.linalg.norm(step_keys, axis=-1, keepdims=True), normal(*steps, 8))
+    rates = jax.nn.sigmoid(normal(*steps)), -jnp.exp(normal(*tokens)), normal(4, 4, 8, 8)
+    calls.append((lambda *x, **form: delta_rule.delta_rule(*x, **form)[0], (*rule, *rates), delta_rule.AXES, 6))
     mesh = make_mesh(MESH)
     for op, operands, axes, inputs in calls:
 

@@ -13,11 +13,12 @@ from flax import struct
 
 from elr_jax.config import DeltaProductConfig, ModelConfig
 from elr_jax.layers.attention import Context
-from elr_jax.layers.delta_rule import RESET, Update, chunked, read
+from elr_jax.layers.delta_rule import RESET, Update, read
 from elr_jax.layers.linear import product, wide_product
 from elr_jax.layers.norms import rms_norm, unit_norm
 from elr_jax.params import Initializer, ParamSpec, matrix, vector
 from elr_jax.typing import Array, Bool, Float, Hidden, Int, PRNGKeyArray, SegmentIds, widen
+from pallas_kernels.delta_rule import delta_rule
 
 
 @struct.dataclass
@@ -110,7 +111,8 @@ def delta_product(
     state = jnp.zeros((x.shape[0], delta.num_heads, delta.key_dim, delta.value_dim), beta.dtype)
     if context.new is None:
         g = jnp.where(_begins(context.segment_ids)[..., None], RESET, g)
-        out, made = chunked(q, k, streams.value, beta, g, state)[0], None
+        form = "xla" if context.kernels == "pallas_gpu" else context.kernels  # there is none for GPUs
+        out, made = delta_rule(q, k, streams.value, beta, g, state, implementation=form)[0], None
     else:
         real = (jnp.arange(x.shape[1]) < context.new[:, None])[..., None]
         beta, g = jnp.where(real[..., None], beta, 0), jnp.where(real, g, 0)

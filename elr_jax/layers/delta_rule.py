@@ -17,12 +17,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from elr_jax.layers.linear import exact_product
-from elr_jax.layers.triangular import inverse_products, unit_lower_inverse
-from elr_jax.typing import Array, Float, widen
+from elr_jax.layers.triangular import SMALLEST, inverse_products, unit_lower_inverse
+from elr_jax.typing import Array, Bool, Float, widen
 
 RESET = -1024.0
 """A log decay whose exponential is 0 in float32 and float64."""
@@ -34,6 +33,8 @@ StepSizes = Float[Array, "B T P N"]
 LogDecays = Float[Array, "B T N"]
 State = Float[Array, "B N H V"]
 Outputs = Float[Array, "B T N V"]
+Sums = tuple[Float[Array, "..."], ...]
+"""Sums of log decays in two parts; a column for what fades, a row for what it fades since."""
 
 _STEPS = 64  # of a chunk at most: longer ones cost more for pairs of steps than they save in rounds of the scan
 _GRID = 16  # whole parts of log decays are counted in sixteenths, so that sums down to −2²⁰ are exact in float32
@@ -54,27 +55,39 @@ class Update:
 
     def __call__(self, state: Float[Array, "*batch H V"]) -> Float[Array, "*batch H V"]:
         """The state after the steps."""
-        return self.after(state, self.corrections(state))
-
-    def after(
-        self, state: Float[Array, "*batch H V"], corrections: Float[Array, "*batch R V"]
-    ) -> Float[Array, "*batch H V"]:
-        """decay·S + keysᵀ u."""
-        return self.decay[..., None, None] * state + exact_product(jnp.swapaxes(self.keys, -1, -2), corrections)
+        found = exact_product(jnp.swapaxes(self.keys, -1, -2), self.corrections(state))
+        return self.decay[..., None, None] * state + found
 
 
 @struct.dataclass
-class _Chunk:
-    """Some tokens' update, and how they read the state before it: o = queries S + inner u."""
+class Chunk:
+    """Some tokens: u = inverse (values − reads S), o = queries S + inner u, S ← decay·S + keysᵀ u."""
 
     queries: Float[Array, "*batch C H"]
     inner: Float[Array, "*batch C R"]
-    update: Update
+    inverse: Float[Array, "*batch R R"]
+    keys: Float[Array, "*batch R H"]
+    reads: Float[Array, "*batch R H"]
+    values: Float[Array, "*batch R V"]
+    decay: Float[Array, "*batch 1 1"]
 
     def run(self, state: Float[Array, "*batch H V"]) -> tuple[Float[Array, "*batch H V"], Float[Array, "*batch C V"]]:
         """The state after the tokens and their outputs."""
-        found = self.update.corrections(state)
-        return self.update.after(state, found), exact_product(self.queries, state) + exact_product(self.inner, found)
+        found = exact_product(self.inverse, self.values - exact_product(self.reads, state))
+        after = self.decay * state + exact_product(jnp.swapaxes(self.keys, -1, -2), found)
+        return after, self.outputs(state, found)
+
+    def outputs(
+        self, state: Float[Array, "*batch H V"], found: Float[Array, "*batch R V"]
+    ) -> Float[Array, "*batch C V"]:
+        """What the tokens read of the state before them and of what their steps found missing."""
+        return exact_product(self.queries, state) + exact_product(self.inner, found)
+
+    def update(self) -> Update:
+        """What the tokens do to any state."""
+        solved = exact_product(self.inverse, jnp.concatenate([self.values, self.reads], axis=-1))
+        values, reads = jnp.split(solved, [self.values.shape[-1]], axis=-1)
+        return Update(keys=self.keys, reads=reads, values=values, decay=self.decay[..., 0, 0])
 
 
 def sequential(
@@ -130,7 +143,9 @@ def read(
     """
     if q.shape[1] <= chunk_tokens(q.shape[1], k.shape[2]):
         chunk = _chunk(*(x[0] for x in _cut(q, k, v, beta, g)))
-        return jnp.swapaxes(chunk.run(state)[1], 1, 2)[:, : q.shape[1]], chunk.update
+        update = chunk.update()
+        out = chunk.outputs(state, update.corrections(state))
+        return jnp.swapaxes(out, 1, 2)[:, : q.shape[1]], update
     width, rank = v.shape[-1], q.shape[-1]
     eye = jnp.broadcast_to(jnp.eye(rank, dtype=state.dtype), (*state.shape[:-1], rank))
     start = jnp.concatenate([jnp.zeros_like(state), eye], axis=-1)
@@ -151,7 +166,7 @@ def rule_flops(length: int, *, steps: int, key_dim: int, value_dim: int) -> floa
     """Operations of one head's products in `chunked`, averaged over the tokens of a sequence."""
     tokens = chunk_tokens(length, steps)
     rows = tokens * steps
-    inside = rows * rows * (2 * key_dim + value_dim) + inverse_products(rows) + tokens * rows * (key_dim + value_dim)
+    inside = rows * rows * (key_dim + value_dim) + inverse_products(rows) + tokens * rows * (key_dim + value_dim)
     across = (2 * rows + tokens) * key_dim * value_dim
     return 2 * (inside + across) * -(-length // tokens) / length
 
@@ -176,36 +191,59 @@ def _chunk(
     v: Float[Array, "*batch R V"],
     beta: Float[Array, "*batch R 1"],
     g: Float[Array, "*batch C"],
-) -> _Chunk:
+) -> Chunk:
     """The WY form of a chunk's tokens."""
-    steps = k.shape[-2] // q.shape[-2]
-    decay, since = _decays(g)
-    since_step, decay_step = (jnp.repeat(x, steps, axis=-1) for x in (since, decay))
+    tokens = decay_sums(g)
+    steps = tuple(jnp.repeat(part, k.shape[-2] // q.shape[-2], axis=-1) for part in tokens)
+    column = lambda sums: tuple(part[..., None] for part in sums)
+    return chunk(q, k, v, beta, column(tokens), column(steps), tuple(part[..., None, :] for part in steps))
+
+
+def chunk(
+    q: Float[Array, "*batch C H"],
+    k: Float[Array, "*batch R H"],
+    v: Float[Array, "*batch R V"],
+    beta: Float[Array, "*batch R 1"],
+    tokens: Sums,
+    steps: Sums,
+    row: Sums,
+    *,
+    smallest: int = SMALLEST,
+) -> Chunk:
+    """The WY form from sums of log decays, columns up to each token and each step, these also as a row.
+
+    It has products and elementwise arithmetic alone, which TPU kernels know too; `smallest` as in `unit_lower_inverse`.
+    """
     transposed = jnp.swapaxes(k, -1, -2)
-    found = beta * exact_product(k, transposed) * jnp.repeat(decay_step, steps, axis=-2)
-    found = jnp.where(np.tril(np.ones(found.shape[-2:], bool), -1), found, 0)
-    reads = beta * since_step[..., None] * k
-    solved = exact_product(unit_lower_inverse(found), jnp.concatenate([beta * v, reads], axis=-1))
-    return _Chunk(
-        queries=q * since[..., None],
-        inner=exact_product(q, transposed) * decay_step,
-        update=Update(
-            keys=k * decay_step[..., -1, :, None],
-            reads=solved[..., v.shape[-1] :],
-            values=solved[..., : v.shape[-1]],
-            decay=since[..., -1],
-        ),
+    count = k.shape[-2] // q.shape[-2]
+    indices = lambda rows: (jax.lax.broadcasted_iota(jnp.int32, (rows, k.shape[-2]), axis) for axis in (0, 1))
+    (i, j), (token, step) = indices(k.shape[-2]), indices(q.shape[-2])
+    end = tuple(part[..., -1:, :] for part in steps)
+    since = _fade(steps)
+    return Chunk(
+        queries=q * _fade(tokens),
+        inner=exact_product(q, transposed) * _fade(tokens, row, step < (token + 1) * count),
+        inverse=unit_lower_inverse(beta * exact_product(k, transposed) * _fade(steps, row, j < i), smallest),
+        keys=k * _fade(end, steps),
+        reads=beta * since * k,
+        values=beta * v,
+        decay=since[..., -1:, :],
     )
 
 
-def _decays(g: Float[Array, "*batch C"]) -> tuple[Float[Array, "*batch C C"], Float[Array, "*batch C"]]:
-    """From after token j to after token i: e^{G_i−G_j}, 0 for j > i; and from before the chunk: e^{G_i}.
+def decay_sums(g: Float[Array, "*batch C"]) -> Sums:
+    """Running sums of log decays in two parts, multiples of 1/16 and the rest.
 
-    A difference of large sums would lose the digits of a small one, so multiples of 1/16 are summed apart, exactly.
+    A difference of large sums would lose the digits of a small one; multiples of 1/16 are summed exactly.
     """
     g = jnp.maximum(g, RESET)
     whole = jax.lax.stop_gradient(jnp.round(g * _GRID) / _GRID)
-    sums = [jnp.cumsum(part, axis=-1) for part in (whole, g - whole)]
-    between = sum(part[..., :, None] - part[..., None, :] for part in sums)
-    causal = np.tril(np.ones((g.shape[-1],) * 2, bool))
-    return jnp.exp(jnp.where(causal, between, RESET)), jnp.exp(sums[0] + sums[1])
+    return jnp.cumsum(whole, axis=-1), jnp.cumsum(g - whole, axis=-1)
+
+
+def _fade(
+    after: Sums, before: Sums | None = None, seen: Bool[Array, "I J"] | None = None
+) -> Float[Array, "*batch I J"]:
+    """e^{G_i−G_j} of sums G_i and G_j, those before the chunk if there are none, and 0 for what i has not seen."""
+    between = sum(after) if before is None else sum(a - b for a, b in zip(after, before, strict=True))
+    return jnp.exp(between if seen is None else jnp.where(seen, between, RESET))

@@ -19,8 +19,8 @@ def test_the_smallest_plan(tmp_path, capsys, monkeypatch):
     result = main(PlannedMemory(chips=("v5e",), json=str(tmp_path / "plan.json"), **sizes))
     (loss,), (chunk,) = result["loss"], result["chunk"]
     assert 0 < loss["chunks"] < loss["all logits"]
-    # q, g and out of 21 tokens, k, v and β of three steps each, the state before and after; 24 heads of 128, float32
-    tokens = 21 * 24 * (128 + 1 + 128) + 63 * 24 * (128 + 128 + 1)
+    # q, g and out of 16 tokens, k, v and β of three steps each, the state before and after; 24 heads of 128, float32
+    tokens = 16 * 24 * (128 + 1 + 128) + 48 * 24 * (128 + 128 + 1)
     assert chunk["operands and results"] == 4 * (tokens + 2 * 24 * 128 * 128) / 1e6
     assert chunk["ratio"] > 1
     assert (tmp_path / "plan.json").exists() and "MB moved" in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_a_mesh_of_eight_is_one_device(part):
 @pytest.mark.parametrize(
     "config",
     [
-        small_model(LoopRule(max_loops=2), d_model=128, core="S-"),
+        small_model(LoopRule(max_loops=2), d_model=128, core="SD-"),
         tiny_dory(prelude="", core="S*-", coda=""),
     ],
     ids=["elr", "dory"],
