@@ -36,6 +36,9 @@ MODELS = {
     "ced": lambda: small_model(RULES["parcae"], prelude="S-", core="G-R-", coda="G-R", **SIZES),
 }
 ROWS, LENGTH = 8, 12
+# A log decay's gradient is the difference of sums over the pairs of a chunk's steps: on one device float32 is 1.1e-5 of
+# its largest value from float64 here (`a_log`), all other leaves 5e-6 at most, and another order of sums as far again.
+TOLERANCES = {"hybrid": 3e-5}
 
 
 def near(found, expected, tolerance=1e-5):
@@ -101,7 +104,7 @@ def main(name: str, *meshes: str) -> None:
         assert cut > 3 or "fsdp" not in text, "parameters are cut"
         put = lambda tree, mesh: jax.tree.map(lambda x: jax.device_put(x, batch_sharding(mesh, x.shape)), tree)
         with jax.set_mesh(mesh):
-            near(run(placed, put(batch, mesh), put(depth, mesh)), expected)
+            near(run(placed, put(batch, mesh), put(depth, mesh)), expected, TOLERANCES.get(name, 1e-5))
             if trained is not None:
                 shardings = state_shardings(recipe, mesh)
                 moments = [one for one in jax.tree.leaves(shardings.opt_state) if not one.is_fully_replicated]
@@ -117,7 +120,7 @@ def main(name: str, *meshes: str) -> None:
         with jax.set_mesh(explicit):
             automatic = jax.sharding.auto_axes(jax.value_and_grad(loss), out_sharding=(whole, specs))
             found = jax.jit(automatic)(jax.device_put(params, specs), put(batch, explicit), put(depth, explicit))
-            near(found, expected)
+            near(found, expected, TOLERANCES.get(name, 1e-5))
         print(name, text, "equal", flush=True)
 
 
