@@ -13,12 +13,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from elr_jax.errors import ElrError
-from elr_jax.sharding import on_own_pieces
+from elr_jax.sharding import cut_by, on_own_pieces
 from elr_jax.typing import Array
 from pallas_kernels.interpret import interpreting
 
 Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
 PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
+HIDDEN = ("batch", "sequence", None)
+"""Logical axes of a state [B,T,D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,13 @@ _only_on.def_impl(lambda x, **_: jax.jit(lambda y: _only_on.bind(y, **_))(x))
 _only_on.def_abstract_eval(lambda x, **_: x)
 batching.primitive_batchers[_only_on] = lambda xs, axes, **how: (_only_on.bind(xs[0], **how), axes[0])
 mlir.register_lowering(_only_on, _refuse_elsewhere)
+
+
+def cut_rows() -> str | None:
+    """Why a kernel that needs a row's every token can't run, or None."""
+    if cut_by("sequence") > 1:
+        return "the mesh cuts rows along its sequence axis, and the kernel needs the whole row"
+    return None
 
 
 def narrow(*arrays: Array) -> str | None:

@@ -114,6 +114,13 @@ def test_settings_change_a_plan():
     assert changed(plan, Fit(preset="dory_4b")) == plan
 
 
+@pytest.mark.parametrize("topology, own", [("v5e:2x4", "pallas_tpu"), ("h200:1x1x8", "pallas_gpu")])
+def test_kernels_are_the_slices_own(topology, own):
+    plan = dataclasses.replace(TINY, topology=topology)
+    assert plan.runtime.kernels == "auto", "as in a run that names none"
+    assert dataclasses.replace(plan, kernels=True).runtime.kernels == own
+
+
 def test_roofs_by_hand():
     chip = HARDWARE["v5e"]
     found = times(Load(useful=1.0, executed=197e12, moved=2 * 819e9, sent=200e9 / 2), chip)

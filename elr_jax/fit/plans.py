@@ -32,7 +32,7 @@ class Plan:
     gather_core: bool = True
     """`Runtime.gather_core`: False where a chip can't hold the core and its gradient whole."""
     kernels: bool = False
-    """Whether attention and state updates are the slice's own kernels; else XLA's forms, as without a name."""
+    """Whether ops are the slice's own kernels; else what a run takes that names none."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="adamw"))
     serving_mesh: str
     prompts: int
@@ -56,7 +56,7 @@ class Plan:
     @property
     def runtime(self) -> Runtime:
         """Activations in bfloat16."""
-        form = OWN[parse_topology(self.topology).platform] if self.kernels else "xla"
+        form = OWN[parse_topology(self.topology).platform] if self.kernels else "auto"
         return Runtime(dtype="bfloat16", remat=self.remat, gather_core=self.gather_core, kernels=form)
 
 

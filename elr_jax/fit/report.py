@@ -62,7 +62,8 @@ def _tables(rows: Sequence[Row]) -> list[tuple[str, Sequence[str], list[list[str
 
 
 def _names(row: Row) -> list[str]:
-    return [row.preset, f"{row.program}, quick" if row.quick else row.program, row.topology]
+    how = [name for name in ("quick", "kernels") if getattr(row, name)]
+    return [row.preset, ", ".join((row.program, *how)), row.topology]
 
 
 def _sizes(row: Row) -> list[str]:

@@ -18,9 +18,8 @@ from elr_jax.layers.delta_rule import (
     StepSizes,
     chunked,
 )
-from elr_jax.sharding import cut_by
 from elr_jax.typing import Array
-from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, run
 
 QUERY, KEY, STATE = ("batch", None, "heads", None), ("batch", None, None, "heads", None), ("batch", "heads", None, None)
 STARTS = ("batch", None, "heads", None, None)
@@ -42,9 +41,8 @@ def delta_rule(
 ) -> tuple[Outputs, State]:
     """What `elr_jax.layers.delta_rule.sequential` defines: outputs [B,T,N,V] and the state [B,N,H,V] after the tokens.
 
-    The XLA form is `chunked` of the same file, which also has the chunk that the kernels compute. It moves every
-    product inside a chunk through memory; the kernel moves q, k, v and the outputs once, and keeps for the backward
-    pass the operands and the state at the start of each chunk.
+    The XLA form is `chunked` of the same file, which also has the chunk that the kernels compute. The kernel moves q,
+    k, v and the outputs once, and keeps for the backward pass the operands and the state at the start of each chunk.
 
     Raises:
         ElrError: a named implementation that can't run here, with the reason.
@@ -55,11 +53,9 @@ def delta_rule(
 
 
 def _refusal(implementation: Implementation, *operands: Array) -> str | None:
-    if cut_by("sequence") > 1:
-        return "the mesh cuts rows along its sequence axis, and the kernel needs the whole row"
     if implementation == "pallas_gpu":
         return "it has no kernel for GPUs"
-    return _kernels(implementation).refusal(*operands)
+    return cut_rows() or _kernels(implementation).refusal(*operands)
 
 
 def _kernels(implementation: Implementation) -> Any:

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax.typing import Array, Bool, Float, Hidden
-from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, run
 from pallas_kernels.gated_update import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
-HIDDEN = ("batch", "sequence", None)
 AXES = (HIDDEN, HIDDEN, (None, None), (None,), (None,), ("batch",))
 """Logical axes of the operands."""
 

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 
 from elr_jax.typing import Array, Float, Hidden
-from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, run
 from pallas_kernels.sphere_step import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
-HIDDEN = ("batch", "sequence", None)
 AXES = (HIDDEN, HIDDEN, (None,))
 """Logical axes of the operands."""
 
@@ -58,9 +57,8 @@ def _forward(choice: Choice, eps: float, *operands: Array) -> tuple[Hidden, Any]
 
 def _backward(choice: Choice, eps: float, operands: tuple[Array, ...], cotangent: Hidden) -> tuple[Array, ...]:
     kernel = partial(_kernels(choice.implementation).backward, eps=eps)
-    return run(
-        choice, kernel, partial(_xla_backward, eps=eps), *operands, cotangent, axes=(*AXES, HIDDEN), like=(0, 1, 2)
-    )
+    plain = partial(_xla_backward, eps=eps)
+    return run(choice, kernel, plain, *operands, cotangent, axes=(*AXES, HIDDEN), like=(0, 1, 2))
 
 
 def _xla_backward(*operands: Array, eps: float) -> tuple[Array, ...]:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from elr_jax.errors import ElrError
-from elr_jax.sharding import cut_by
 from elr_jax.typing import Array, Float, Int, Keys, Queries, SegmentIds
-from pallas_kernels.contract import Choice, Implementation, choose, run
+from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, run
 from pallas_kernels.windowed_attention import xla
 from pallas_kernels.windowed_attention.band import Band, GlobalKeys, LogSumExp, joined
 
@@ -106,9 +105,7 @@ def cached_attention(
 
 
 def _refusal(q: Queries, k: Keys, v: Keys, implementation: Implementation) -> str | None:
-    if cut_by("sequence") > 1:
-        return "the mesh cuts rows along its sequence axis, and a kernel needs the whole row"
-    return _kernels(implementation).refusal(q, k, v)
+    return cut_rows() or _kernels(implementation).refusal(q, k, v)
 
 
 def _kernels(implementation: Implementation) -> Any:

@@ -17,7 +17,6 @@ from elr_jax.layers import make_context
 from elr_jax.layers.delta_product import convolve, delta_product, delta_product_specs
 from elr_jax.params import count_params, init_params
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(7)
 SMALL = {"num_heads": 4, "num_key_heads": 2, "key_dim": 3, "value_dim": 5}
 VARIANTS = {

@@ -1,12 +1,11 @@
 """The gated delta product: three forms of one recurrence, and the recurrence against float64 and PyTorch's."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_close, assert_same_bits
+from delta_draws import draw, pulled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
@@ -14,34 +13,6 @@ from jax.extend.core import jaxprs_in_params
 from elr_jax.layers.delta_rule import RESET, chunk_tokens, chunked, read, rule_flops, sequential, step
 from elr_jax.layers.triangular import unit_lower_inverse
 
-HEADS, KEY, VALUE = 2, 5, 4
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
-def draw(length, steps, *, most_beta=2.0, batch=2, heads=HEADS, key=KEY, value=VALUE, seed=0):
-    """Inputs with log decays from −1e−4 to −1, which a state survives from chunk to chunk, and a state."""
-    rng = np.random.default_rng(seed)
-
-    def unit(*shape):
-        x = rng.normal(size=shape)
-        return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    inputs = (
-        unit(batch, length, heads, key),
-        unit(batch, length, steps, heads, key),
-        rng.normal(size=(batch, length, steps, heads, value)),
-        rng.uniform(0, most_beta, (batch, length, steps, heads)),
-        -np.exp(rng.uniform(np.log(1e-4), 0, (batch, length, heads))),
-        rng.normal(size=(batch, heads, key, value)),
-    )
-    return tuple(x.astype(np.float32) for x in inputs)
-
-
-@partial(jax.jit, static_argnums=0)
-def pulled(function, *inputs):
-    """Outputs, state and the gradient of a loss of both."""
-    (out, state), pull = jax.vjp(function, *inputs)
-    return out, state, *pull((jnp.cos(out), jnp.sin(state)))
 
 
 @pytest.mark.parametrize("length, steps", [(1, 3), (5, 1), (70, 1), (70, 3)])
@@ -119,7 +90,7 @@ def test_a_call_keeps_no_more_than_a_state_however_long_it_is():
     for length in (200, 2000):
         inputs = jax.eval_shape(lambda length=length: draw(length, 2))
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(read, *inputs)[1])))
-    assert sizes[0] == sizes[1] == 2 * HEADS * (KEY * (2 * KEY + VALUE) + 1)
+    assert sizes[0] == sizes[1] == 2 * 2 * (5 * (2 * 5 + 4) + 1)
 
 
 @pytest.mark.parametrize("size", [1, 6, 7, 9, 48, 96])

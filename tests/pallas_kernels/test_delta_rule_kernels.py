@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_close, assert_same_bits
+from delta_draws import draw, pulled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import interpreted
@@ -18,38 +19,7 @@ from pallas_kernels.contract import Choice
 from pallas_kernels.delta_rule import api, delta_rule
 from pallas_kernels.interpret import plain_interpreter
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 kernel = partial(delta_rule, implementation="pallas_tpu")
-
-
-def draw(batch, length, steps, heads, key, value, seed=0):
-    """Keys and queries of norm 1, β up to 2, log decays from −1e−4 to −1, and a state."""
-    rng = np.random.default_rng(seed)
-
-    def unit(*shape):
-        x = rng.normal(size=shape)
-        return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    inputs = (
-        unit(batch, length, heads, key),
-        unit(batch, length, steps, heads, key),
-        rng.normal(size=(batch, length, steps, heads, value)),
-        rng.uniform(0, 2, (batch, length, steps, heads)),
-        -np.exp(rng.uniform(np.log(1e-4), 0, (batch, length, heads))),
-        rng.normal(size=(batch, heads, key, value)),
-    )
-    return tuple(x.astype(np.float32) for x in inputs)
-
-
-def pulled(function, *inputs):
-    """Outputs, state and the gradient of a loss of both."""
-
-    @jax.jit
-    def run(*inputs):
-        (out, state), pull = jax.vjp(function, *inputs)
-        return out, state, *pull((jnp.cos(out), jnp.sin(state)))
-
-    return run(*inputs)
 
 
 def check(inputs, interpreter=plain_interpreter):
@@ -58,16 +28,28 @@ def check(inputs, interpreter=plain_interpreter):
         assert_close(pulled(kernel, *inputs), expected, rtol=3e-6)
 
 
-@pytest.mark.parametrize("sizes", [(2, 40, 3, 2, 5, 4), pytest.param((1, 3, 1, 3, 4, 130), marks=pytest.mark.slow)])
-def test_values_and_gradients(sizes):
+@pytest.mark.parametrize(
+    "length, steps, sizes",
+    [(40, 3, {}), pytest.param(3, 1, {"batch": 1, "heads": 3, "key": 4, "value": 130}, marks=pytest.mark.slow)],
+    ids=["chunks", "one"],
+)
+def test_values_and_gradients(length, steps, sizes):
     """Over several chunks, the last not full, and in one; from a state that is not zero."""
-    check(draw(*sizes))
+    check(draw(length, steps, **sizes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 70, 3, 2, 5, 4), (1, 300, 1, 5, 128, 128), (1, 33, 8, 8, 256, 12)])
-def test_no_step_of_the_grid_touches_anothers_memory(sizes):
-    check(draw(*sizes), interpreted)
+@pytest.mark.parametrize(
+    "length, steps, sizes",
+    [
+        (70, 3, {}),
+        (300, 1, {"batch": 1, "heads": 5, "key": 128, "value": 128}),
+        (33, 8, {"batch": 1, "heads": 8, "key": 256, "value": 12}),
+    ],
+    ids=["small", "square", "wide"],
+)
+def test_no_step_of_the_grid_touches_anothers_memory(length, steps, sizes):
+    check(draw(length, steps, **sizes), interpreted)
 
 
 @pytest.mark.slow
@@ -75,13 +57,13 @@ def test_no_step_of_the_grid_touches_anothers_memory(sizes):
 @given(st.integers(1, 2), st.integers(1, 80), st.integers(1, 8), st.integers(1, 6), st.integers(16, 256))
 def test_any_shape(batch, length, steps, heads, width):
     """Without keys of few dimensions, where many steps forget all: gradients are rounding there, in every form."""
-    check(draw(batch, length, steps, heads, width, 257 - width, seed=length))
+    check(draw(length, steps, batch=batch, heads=heads, key=width, value=257 - width, seed=length))
 
 
 def test_a_reset_begins_anew():
     """Documents of one row are rows of their own, and have no gradient of each other."""
     cut = 33
-    *inputs, state = draw(1, 75, 2, 2, 5, 4)
+    *inputs, state = draw(75, 2, batch=1)
     inputs[4][:, cut] = RESET
 
     def after(*inputs):
@@ -98,7 +80,7 @@ def test_a_reset_begins_anew():
 
 
 def test_tokens_without_step_and_decay_leave_the_state_bit_for_bit():
-    q, k, v, beta, g, state = draw(2, 40, 3, 1, 5, 4)
+    q, k, v, beta, g, state = draw(40, 3, heads=1)
     padding = np.arange(40) >= np.array([0, 17])[:, None]
     beta[padding], g[padding] = 0, 0
     with plain_interpreter():
@@ -113,7 +95,7 @@ def test_tokens_without_step_and_decay_leave_the_state_bit_for_bit():
 
 @pytest.mark.slow
 def test_values_in_bfloat16_have_gradients_in_bfloat16():
-    q, k, v, *rest = draw(1, 20, 2, 2, 8, 8)
+    q, k, v, *rest = draw(20, 2, batch=1, key=8, value=8)
     inputs = (q, k, jnp.asarray(v, jnp.bfloat16), *rest)
     expected = pulled(chunked, *inputs)
     with plain_interpreter():
@@ -134,7 +116,7 @@ def test_values_in_bfloat16_have_gradients_in_bfloat16():
     ids=["remat", "vmap", "scan"],
 )
 def test_transformations(wrapped):
-    inputs = draw(2, 20, 2, 2, 5, 4)
+    inputs = draw(20, 2)
     expected = pulled(wrapped(chunked), *inputs)
     with plain_interpreter():
         assert_close(pulled(wrapped(kernel), *inputs), expected, rtol=3e-6)
@@ -146,7 +128,7 @@ SPECS, RESULTS = (TOKENS, STEPS, STEPS, STEPS, TOKENS, STATE), (TOKENS, STATE)
 
 def test_shards_of_batch_and_heads_keep_their_axes():
     """Kernels are traced under `shard_map` with its check of varying axes on; interpreters can't be, hence no run."""
-    inputs = draw(2, 20, 2, 4, 5, 4)
+    inputs = draw(20, 2, heads=4)
     mesh = AbstractMesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=SPECS, out_specs=RESULTS)
     loss = lambda *x: sum(jnp.sum(y) for y in sharded(*x))
@@ -157,7 +139,7 @@ def test_shards_of_batch_and_heads_keep_their_axes():
 
 @pytest.mark.slow
 def test_a_shard_is_its_part():
-    inputs = draw(2, 20, 2, 4, 5, 4)
+    inputs = draw(20, 2, heads=4)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("rows", "heads"))
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=SPECS, out_specs=RESULTS, check_vma=False)
     with plain_interpreter():
@@ -167,26 +149,26 @@ def test_a_shard_is_its_part():
 
 def test_a_kernel_nobody_named_gives_way_on_another_platform():
     """The same gradients of the XLA form, though the kernel would have kept states for its own."""
-    inputs = draw(1, 20, 2, 2, 5, 4)
+    inputs = draw(20, 2, batch=1)
     choice = Choice(op="delta_rule", implementation="pallas_tpu", named=False)
     assert_close(pulled(partial(api._differentiable, choice), *inputs), pulled(chunked, *inputs), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "sizes, name, reason",
+    "steps, sizes, name, reason",
     [
-        ((1, 1, 1, 1, 300, 4), "pallas_tpu", "the key width 300 is above 256"),
-        ((1, 1, 1, 1, 4, 300), "pallas_tpu", "the value width 300 is above 256"),
-        ((1, 1, 9, 1, 4, 4), "pallas_tpu", "9 Householder steps are above 8"),
-        ((1, 1, 1, 1, 4, 4), "pallas_gpu", "it has no kernel for GPUs"),
+        (1, {"key": 300}, "pallas_tpu", "the key width 300 is above 256"),
+        (1, {"value": 300}, "pallas_tpu", "the value width 300 is above 256"),
+        (9, {}, "pallas_tpu", "9 Householder steps are above 8"),
+        (1, {}, "pallas_gpu", "it has no kernel for GPUs"),
     ],
 )
-def test_a_kernel_that_cannot_run_says_why(sizes, name, reason):
+def test_a_kernel_that_cannot_run_says_why(steps, sizes, name, reason):
     with pytest.raises(ElrError, match=reason):
-        delta_rule(*draw(*sizes), implementation=name)
+        delta_rule(*draw(1, steps, **sizes), implementation=name)
 
 
 def test_other_types_are_refused():
-    q, *rest = draw(1, 1, 1, 1, 4, 4)
+    q, *rest = draw(1, 1, batch=1)
     with pytest.raises(ElrError, match="operands are float16, and kernels take float32 or bfloat16"):
         kernel(q.astype(np.float16), *rest)
