@@ -193,7 +193,9 @@ def test_before_a_late_switch_the_run_is_the_one_without_conditioning(switched, 
     assert config == SWITCH.model
     plain, _ = load_params(str(tmp_path), step=3)
     init_key = jax.random.split(jax.random.key(SWITCH.seed))[0]
-    assert_same_params((grafted, None), (elr_jax.graft(plain, config, key=init_key), None))
+    expected = elr_jax.graft(plain, config, key=init_key)
+    assert_same_params((dataclasses.replace(grafted, conditioning=None), None), (plain, None))
+    jax.tree.map(assert_few_ulps, grafted, expected)
     (kept, _), (made, _) = (
         checkpoint.restore(folder / "checkpoints", abstract_state(recipe), step=3, field=None)
         for folder, recipe in ((tmp_path, early), (out, SWITCH))
@@ -220,6 +222,11 @@ def test_a_checkpoint_older_than_a_setting_goes_on_with_its_default(finished, tm
 
     monkeypatch.setattr(checkpoint, "read_meta", before)
     assert launch(out) == finished[1]
+
+
+def assert_few_ulps(actual, expected):
+    """Draws of two programs: the rounding of a normal number is up to how its program was compiled."""
+    np.testing.assert_array_max_ulp(np.asarray(actual), np.asarray(expected), 4)
 
 
 def assert_same_params(actual, expected):
@@ -373,7 +380,7 @@ near([one.loss for one in again], [one.loss for one in alone])
 @pytest.mark.slow
 def test_a_run_on_a_mesh_is_the_run_and_goes_on_on_another(tmp_path):
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_NUM_CPU_DEVICES": "2",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(elr_jax.__file__).parents[1])]),
     }
     subprocess.run([sys.executable, "-c", MESHED, tmp_path], env=environment, check=True)
