@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo setup test test-slow test-all test-newest aot aot-tests fit fit-table lint format types clean
+.PHONY: help demo setup test test-slow test-bits test-all test-newest aot aot-tests fit fit-table lint format types clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +31,10 @@ test: $(DEV) ## Run the default tests
 test-slow: $(PARITY) ## Run the tests marked slow or parity, the latter against PyTorch
 	$(PYTEST) -m 'slow or parity' --timeout 1800
 
-test-all: test test-slow ## Run all tests
+test-bits: $(DEV) ## Run the laws that hold bit for bit on programs compiled as a user's are, which takes longer
+	XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m 'not aot and not parity' -k bit_for_bit
+
+test-all: test test-slow test-bits ## Run all tests
 
 aot: ## Compile every kernel and a training step for TPUs and H200 (none is needed), in an environment of its own
 	$(MAKE) aot-tests VENV=.venv-aot

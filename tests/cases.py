@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elr_jax import presets
 from elr_jax.config import (
@@ -45,10 +46,8 @@ def small_model(rule: LoopRule, *, prelude: str = "*", core: str = "S-", coda: s
 
 def perturb(params, *, seed: int = 0, scale: float = 0.3):
     """Parameters away from their start, so that no gate, scale or bias sits at a special value."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    moved = [leaf + scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, moved)
+    rng = np.random.default_rng(seed)  # a draw by JAX is a program for every shape
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf + scale * rng.standard_normal(leaf.shape, np.float32)), params)
 
 
 def assert_same_bits(actual, expected):

@@ -1,6 +1,7 @@
 """Settings of the test run, made before anything imports JAX; child processes inherit them."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".cache" / "jax"),
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    # Programs compile in an eighth of the time, in half from jax 0.11 on, and compute the same but for rounding.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
 }
+if version("jaxlib").startswith("0.10."):  # later ones don't know it, and XLA ends a process for that
+    ENVIRONMENT["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
@@ -22,14 +28,18 @@ settings.register_profile("elr", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("elr")
 
 
-@pytest.fixture
-def fast_compilation():
-    """Programs compiled in half the time: for laws that hold at any speed, not for what a user's program rounds to."""
+@pytest.fixture(autouse=True)
+def effort(request):
+    """Tests marked `optimised` or `aot` compile as a user's programs do, for memory, operations or speed."""
+    if not any(map(request.node.get_closest_marker, ("optimised", "aot"))):
+        yield
+        return
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 MOST_MAPPINGS = 20_000

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 def on_eight_devices(script: str, *arguments: str) -> str:
     """What a script of this folder prints; it can import what tests import."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
     }
     command = [sys.executable, HERE / script, *arguments]

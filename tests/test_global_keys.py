@@ -15,7 +15,6 @@ from elr_jax.cache import cache_bytes, init_cache
 from elr_jax.config import DeltaProductConfig, Runtime
 from elr_jax.errors import ElrError
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(7)
 ROWS, LENGTH, WINDOW = 2, 9, 3
 TOKENS = jax.random.randint(KEY, (ROWS, LENGTH), 0, 13)

@@ -17,7 +17,6 @@ from elr_jax.cache import init_cache
 from elr_jax.config import LoopRule
 from elr_jax.layers import LAYERS, make_context
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(3)
 LOOPS, WIDTH, TOTAL, VOCAB = 3, 5, 14, 13
 RULE = LoopRule(initial="copy", inject="residual", update="replace", boundary="unit", max_loops=LOOPS)

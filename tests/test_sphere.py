@@ -22,7 +22,6 @@ SCALES = ("rate", "logit_scale", "query_scale", "gate_scale", "up_scale")
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(61, size=(2, 9)), jnp.int32)
 DEPTH = jnp.array([1, 3], jnp.int32)
 run, start = jax.jit(apply, static_argnames="config"), jax.jit(init, static_argnames="config")
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -343,8 +343,8 @@ except ElrError as error:
 else:
     raise SystemExit("not refused")
 """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run([sys.executable, "-c", code, str(checkpoint)], env=os.environ | flags, check=True)
+    two = {"JAX_NUM_CPU_DEVICES": "2"}
+    subprocess.run([sys.executable, "-c", code, str(checkpoint)], env=os.environ | two, check=True)
 
 
 def test_nothing_is_left_of_a_failed_export(tmp_path, checkpoint, monkeypatch):

@@ -24,7 +24,7 @@ LOOPS = (1, 2, 4, 8)
 
 
 @pytest.fixture(autouse=True)
-def x64(fast_compilation):
+def x64():
     with jax.enable_x64(True):
         yield
 

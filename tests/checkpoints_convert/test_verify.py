@@ -29,7 +29,6 @@ from elr_jax import ElrError
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY, ANSWERS = GOLDEN / "tiny", GOLDEN / "tiny.npz"
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 absent = not all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 

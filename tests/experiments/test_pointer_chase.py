@@ -62,6 +62,7 @@ def test_the_command_takes_its_first_steps_and_reports(command, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.timeout(1800)
 def test_each_loop_solves_a_further_hop(tmp_path):
     (mixed,) = (cell for cell in cells("cpu") if cell.name == "mixed")

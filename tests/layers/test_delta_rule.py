@@ -14,7 +14,6 @@ from elr_jax.layers.delta_rule import RESET, chunk_tokens, chunked, read, rule_f
 from elr_jax.layers.triangular import unit_lower_inverse
 
 
-
 @pytest.mark.parametrize("length, steps", [(1, 3), (5, 1), (70, 1), (70, 3)])
 def test_all_forms_are_the_definition_in_value_and_gradient(length, steps):
     """Within one chunk and over several, the last not full, from a state that is not zero."""

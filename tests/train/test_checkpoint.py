@@ -390,6 +390,6 @@ def test_a_kill_while_saving_leaves_whole_checkpoints(tmp_path):
 
 
 def test_arrays_come_back_on_the_sharding_asked_for(tmp_path):
-    process = start(SHARDED, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    process = start(SHARDED, tmp_path, JAX_NUM_CPU_DEVICES="4")
     errors = finish(process)
     assert process.returncode == 0, errors
