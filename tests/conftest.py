@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".cache" / "jax"),
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-    # Programs compile in an eighth of the time, in half from jax 0.11 on, and compute the same but for rounding.
+    # Programs compile in a fraction of the time and compute the same but for rounding.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
 }
