@@ -67,7 +67,7 @@ def linear_cross_entropy(
     beside = math.prod(map(cut_by, ACTIVATIONS["batch"])), _apart(length)
     most = chunk or max(1, CHUNK_BYTES // (4 * head.shape[1]))
     cut = lambda y: _cut(y.reshape(rows, length, *y.shape[targets.ndim :]), beside, most)
-    total, loss, right = _chunked(cut(x), head, cut(targets), cut(weights))
+    total, loss, right = _chunked(cut(x), head, cut(targets), cut(weights.astype(_zero(x).dtype)))
     whole = lambda y: _join(y, rows, length).reshape(targets.shape)
     return total, TokenScores(loss=jax.lax.stop_gradient(whole(loss)), right=whole(right))
 

@@ -82,7 +82,7 @@ def _forward(body: Body, max_rounds: int, last: Array, carry: Carry, operands: O
         carry, made = step(i, state[0])
         return carry, jax.tree.map(partial(_put, i), state[1], made)
 
-    _, shapes = jax.eval_shape(step, jnp.int32(0), carry)
+    _, shapes = jax.eval_shape(step, last, carry)
     buffers = jax.tree.map(partial(_buffer, max_rounds), shapes, static["spaces"])
     carry, buffers = lax.fori_loop(0, last, save, (carry, buffers))
     del static["spaces"]

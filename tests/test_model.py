@@ -11,7 +11,7 @@ from cases import RULES, assert_close, assert_same_bits, perturb, small_model, t
 
 from elr_jax import incremental, model, parameters, presets
 from elr_jax.cache import init_cache
-from elr_jax.config import AttentionConfig, MLPConfig, MoEConfig, Runtime
+from elr_jax.config import AttentionConfig, ConditioningConfig, MLPConfig, MoEConfig, Runtime
 from elr_jax.errors import ElrError
 from elr_jax.losses import cross_entropy
 
@@ -263,6 +263,26 @@ def test_bfloat16_computes_close_to_float32():
     for (path, leaf), exact in zip(jax.tree.leaves_with_path(grad16), jax.tree.leaves(grad), strict=True):
         assert leaf.dtype == jnp.float32, jax.tree_util.keystr(path)
         assert jnp.linalg.norm(leaf - exact) < 0.1 * jnp.linalg.norm(exact), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"core": "E", "moe": REPLAYED}, pytest.param({"core": "SDG", "coda": "R"}, marks=pytest.mark.slow)],
+    ids=lambda changes: changes["core"],
+)
+def test_integers_and_weights_of_64_bits_change_nothing(changes):
+    """As a caller has them under `jax_enable_x64`; the parameters stay float32. Layers are told their round."""
+    config = configure("elr", **({"prelude": "", "coda": ""} | changes), conditioning=ConditioningConfig(width=4))
+    params, weights = params_of(config), np.arange(TOKENS.size, dtype=np.float32).reshape(TOKENS.shape) / 7
+
+    def slope(params, tokens, weights, depth):
+        return jax.value_and_grad(lambda p: model.loss(p, tokens, tokens, weights, depth, config=config)[0])(params)
+
+    expected = jax.jit(slope)(params, TOKENS, weights, np.array(DEPTHS, np.int32))
+    with jax.enable_x64(True):
+        wide = np.asarray(TOKENS, np.int64), weights.astype(np.float64), np.array(DEPTHS, np.int64)
+        found = jax.jit(slope)(params, *map(jnp.asarray, wide))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("depth, bad", [([0, 1, 1], "0"), ([1, 4, 2], "4"), ([-3, 1, 9], "-3")])
