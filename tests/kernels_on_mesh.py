@@ -1,4 +1,4 @@
-"""Kernels on eight devices, each on its own pieces, interpreted; test_contract.py runs it in its own process."""
+"""Kernels on eight devices, each on its own pieces, interpreted; test_contract.py runs each part in its own process."""
 
 import sys
 from functools import partial
@@ -12,6 +12,7 @@ from sharded import near
 from elr_jax import model, parameters
 from elr_jax.config import AttentionConfig, MLPConfig, Runtime
 from elr_jax.sharding import batch_sharding, make_mesh, param_shardings, partition
+from pallas_kernels.contract import choose
 from pallas_kernels.delta_rule import api as delta_rule
 from pallas_kernels.gated_update import api as gated_update
 from pallas_kernels.interpret import plain_interpreter
@@ -19,6 +20,14 @@ from pallas_kernels.sphere_step import api as sphere_step
 from pallas_kernels.windowed_attention import api as windowed_attention
 
 MESH = "fsdp=4,tensor=2"
+
+
+def choices() -> None:
+    """Unnamed, no op takes a kernel where arrays may be cut unseen: on several devices and no mesh in use."""
+    form = lambda: choose("op", None, best={"cpu": "pallas_tpu"}, refusal=lambda name: None).implementation
+    assert form() == "xla"
+    with jax.set_mesh(make_mesh(MESH)):
+        assert form() == "pallas_tpu"
 
 
 def ops() -> None:
@@ -77,9 +86,10 @@ def models() -> None:
         "attention": AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, window=3),
         "mlp": MLPConfig(d_ff=16),
     }
-    for config in (
-        small_model(RULES["elr"], prelude="S-", core="S-", coda="*", **sizes),
-        tiny_dory(prelude="-", core="S*-", coda="-", **sizes),
+    # a sphere's norms and rates amplify rounding: without kernels eight devices are 1.3e-5 from one there too
+    for config, tolerance in (
+        (small_model(RULES["elr"], prelude="S-", core="S-", coda="*", **sizes), 1e-5),
+        (tiny_dory(prelude="-", core="S*-", coda="-", **sizes), 3e-5),
     ):
         params = perturb(jax.jit(partial(parameters.init, config=config))(jax.random.key(0)), scale=0.05)
         tokens = jax.random.randint(jax.random.key(1), (8, 13), 0, config.vocab_size)
@@ -98,8 +108,8 @@ def models() -> None:
         for gathered in (True, False):
             with jax.set_mesh(mesh), plain_interpreter():
                 found = gradient(Runtime(kernels="pallas_tpu", gather_core=gathered))(placed, *rows)
-            near(found, expected, 2e-4)
+            near(found, expected, tolerance)
 
 
 if __name__ == "__main__":
-    {"ops": ops, "models": models}[sys.argv[1]]()
+    {"choices": choices, "ops": ops, "models": models}[sys.argv[1]]()

@@ -133,7 +133,11 @@ def test_a_shard_is_its_part():
     assert_near([found], [plain(Q, K, V)], "float32")
 
 
-@pytest.mark.parametrize("part", [pytest.param("ops", id="ops"), pytest.param("models", marks=pytest.mark.slow)])
+def test_where_arrays_may_be_cut_unseen_only_a_named_kernel_runs():
+    on_eight_devices("kernels_on_mesh.py", "choices")
+
+
+@pytest.mark.parametrize("part", ["ops", pytest.param("models", marks=pytest.mark.slow)])
 def test_a_mesh_of_eight_is_one_device(part):
     on_eight_devices("kernels_on_mesh.py", part)
 
