@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from elr_jax.errors import ElrError
@@ -70,12 +71,17 @@ def make_mesh(sizes: str | Mapping[str, int], *, explicit: bool = False, devices
             raise ElrError(f"mesh axis {axis!r} is unknown: {_KNOWN}")
         if size < 1:
             raise ElrError(f"mesh axis {axis}={size} must be at least 1")
-    count = jax.device_count() if devices is None else len(devices)
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
     if math.prod(named.values()) != count:
         product = "·".join(map(str, named.values())) or "1"
         raise ElrError(f"mesh {sizes} has {product} = {math.prod(named.values())} places for {count} devices")
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1 and devices[0].platform == "tpu":
+        raise ElrError(f"mesh {sizes} would lie across slices of TPUs, which share no fast links: use one")
+    # an axis may take a part of a slice's own, as fsdp=8 of 4x4x4 does, which jax.make_mesh grants v5e alone
+    placed = mesh_utils.create_device_mesh(tuple(named.values()), devices, allow_split_physical_axes=True)
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(tuple(named.values()), tuple(named), axis_types=(kind,) * len(named), devices=devices)
+    return Mesh(placed, tuple(named), axis_types=(kind,) * len(named))
 
 
 def _parse(text: str) -> dict[str, int]:

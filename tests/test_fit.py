@@ -33,8 +33,8 @@ from elr_jax.fit.roofline import (
 )
 from elr_jax.hardware import HARDWARE
 from elr_jax.parameters import param_specs
-from elr_jax.sharding import batch_sharding, param_shardings
-from elr_jax.topologies import Topology, parse_topology
+from elr_jax.sharding import batch_sharding, make_mesh, param_shardings
+from elr_jax.topologies import PACKAGES, Topology, absent_devices, parse_topology
 from elr_jax.train.step import init_state, optimizer_for, state_shardings
 
 TINY = Plan(
@@ -214,6 +214,17 @@ def test_a_plan_from_compilation_to_the_documents(here, tmp_path, capsys, monkey
     update(tmp_path, [dataclasses.replace(train, temporaries=17 * 10**9, total=18 * 10**9)])
     text = (tmp_path / "scale.md").read_text()
     assert "no: 2.0 GB too much" in text and text.count("| tiny_text | train |") == 3, "a newer row replaces the older"
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", list(dict.fromkeys(plan.topology for plan in PLANS)))
+def test_meshes_of_plans_lie_on_their_slices(topology):
+    """An axis of a mesh may take a part of a slice's own: eight chips of 4x4x4."""
+    pytest.importorskip(PACKAGES[parse_topology(topology).platform], reason="the aot extra brings the compilers")
+    devices = absent_devices(parse_topology(topology))
+    for plan in PLANS:
+        for text in {plan.mesh, plan.serving_mesh} if plan.topology == topology else ():
+            assert make_mesh(text, devices=devices).size == len(devices)
 
 
 @pytest.mark.aot

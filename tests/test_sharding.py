@@ -1,5 +1,7 @@
 """Meshes, rules, and that a model on eight devices is the model on one, whatever the mesh and the kind of its axes."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 from cases import RULES, small_model
@@ -104,6 +106,12 @@ def test_a_mesh_that_cannot_be_is_refused(sizes, message):
         make_mesh(sizes, devices=jax.devices()[:1])
     with pytest.raises(ElrError, match=r"rules\.mlp has the unknown mesh axis"):
         Rules(mlp=("columns",))
+
+
+def test_a_mesh_across_slices_of_tpus_is_refused():
+    chips = [SimpleNamespace(platform="tpu", slice_index=slice) for slice in (0, 0, 1, 1)]
+    with pytest.raises(ElrError, match="mesh data=2,fsdp=2 would lie across slices of TPUs"):
+        make_mesh("data=2,fsdp=2", devices=chips)
 
 
 def test_without_a_mesh_nothing_happens():
