@@ -4,7 +4,7 @@ VENV ?= .venv
 NEWEST ?= python3.12
 MINUTES ?= 10
 WORKERS ?= 2
-FIT ?= all
+FIT ?= all --quick
 
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
@@ -43,7 +43,7 @@ aot: ## Compile every kernel and a training step for TPUs and H200 (none is need
 aot-tests: $(AOT)
 	$(BIN)/python -m pytest -m aot --timeout 1800
 
-fit: ## Compile full-size models for slices of TPUs and H200s (none is needed) and tell what fits (an hour or two; FIT=dory_4b: one)
+fit: ## Compile full-size models for slices of TPUs and H200s (none is needed) and tell what fits, as docs/scale.md (FIT=dory_4b: one, with a run's effort)
 	$(MAKE) fit-table VENV=.venv-aot
 
 fit-table: $(AOT)
