@@ -59,7 +59,7 @@ class Versus:
     """Tokens of one decoding turn."""
     compile: bool = True
     """Race torch.compile too; it takes minutes to compile."""
-    remat: Remat = Runtime().remat
+    remat: Remat = "dots"
     """What the backward pass of the training step keeps."""
     json: str | None = None
     """File to write the rows to."""
