@@ -21,13 +21,16 @@ from jax.sharding import PartitionSpec
 
 from elr_jax.config import MLPConfig, ModelConfig, MoEConfig
 from elr_jax.layers.attention import Context
+from elr_jax.layers.grouped import grouped_product
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.mlp import MLP, activation, mlp, mlp_specs
 from elr_jax.params import matrix, vector
-from elr_jax.sharding import EXPERT_AXIS, cut_by
+from elr_jax.sharding import EXPERT_AXIS, cut_by, on_own_rows
 from elr_jax.typing import Array, Float, Hidden, Int32, widen
 
 Experts = Int32[Array, "B T k"]
+Matrices = tuple[Array | None, Array, Array]
+"""Of experts: gate, up, down."""
 
 
 @struct.dataclass
@@ -117,7 +120,7 @@ def moe(
         first = (context.round == 0).reshape(-1, 1, 1)  # of all examples, or of each one
         experts = jax.lax.cond(jnp.any(first), lambda: jnp.where(first, select(), past.experts), lambda: past.experts)
     shared = 0 if params.shared is None else mlp(x, params.shared, config)
-    output = lambda experts: shared + run_experts(x, experts, weigh(scores, experts, sizes), params)
+    output = lambda experts: shared + run_experts(x, experts, weigh(scores, experts, sizes), params, config)
     y = output(experts)
     if past is None:
         return y, None
@@ -148,23 +151,33 @@ def weigh(scores: Float[Array, "B T E"], experts: Experts, sizes: MoEConfig) -> 
     return sizes.route_scale * chosen / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
 
 
-def run_experts(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], params: MoE) -> Hidden:
+def run_experts(
+    x: Hidden, experts: Experts, weights: Float[Array, "B T k"], params: MoE, config: ModelConfig
+) -> Hidden:
     """Σ over a token's experts of weight ⊙ expert(x), every expert run once on all its tokens.
 
-    On a mesh with an axis of experts each device runs its own on the tokens of all devices along it, and the sums are
-    joined: tokens are gathered and reduced, weights stay where they are.
+    Each rank of a mesh sorts its own rows, with its experts' weights gathered. On an axis of experts each device runs
+    its own on the tokens of all devices along it, and the sums are joined: tokens are gathered and reduced, weights
+    stay where they are.
     """
-    matrices = (params.gate, params.up, params.down)
+    specs = moe_specs(config, 1.0)
+    matrices, declared = ((one.gate, one.up, one.down) for one in (params, specs))
+    run = lambda matrices, rows: _sum_along_experts(*rows, matrices, moe_sizes(config).num_experts)
+    return on_own_rows(run, matrices, (x, experts, weights), declared)
+
+
+def _sum_along_experts(
+    x: Hidden, experts: Experts, weights: Float[Array, "B T k"], matrices: Matrices, count: int
+) -> Hidden:
     parts = cut_by(EXPERT_AXIS)
     if parts == 1:
-        return _sum_of(x, experts, weights, matrices, first=0, count=params.up.shape[0])
+        return _sum_of(x, experts, weights, matrices, first=0, count=count)
 
     def mine(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], *matrices: Array | None) -> Hidden:
         # by hand: what JAX (0.10 to 0.12) inserts for x loses the sum of its gradients over the devices
         x, weights = (jax.lax.pcast(y, (EXPERT_AXIS,), to="varying") for y in (x, weights))
-        first = jax.lax.axis_index(EXPERT_AXIS) * (params.up.shape[0] // parts)
-        found = _sum_of(x, experts, weights, matrices, first=first, count=params.up.shape[0])
-        return jax.lax.psum(found, EXPERT_AXIS)
+        first = jax.lax.axis_index(EXPERT_AXIS) * (count // parts)
+        return jax.lax.psum(_sum_of(x, experts, weights, matrices, first=first, count=count), EXPERT_AXIS)
 
     whole, cut = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
     specs = (whole, whole, whole, *(None if one is None else cut for one in matrices))
@@ -176,36 +189,26 @@ def _sum_of(
     x: Hidden,
     experts: Experts,
     weights: Float[Array, "B T k"],
-    matrices: tuple[Array | None, ...],
+    matrices: Matrices,
     *,
     first: int | Int32[Array, ""],
     count: int,
 ) -> Hidden:
-    """What the experts from `first` on, of `count` in all, add to each token; `matrices` are theirs: gate, up, down."""
+    """What the experts from `first` on, of `count` in all, add to each token; `matrices` are theirs."""
     gate, up, down = matrices
-    assert up is not None and down is not None
     top_k, own = experts.shape[-1], up.shape[0]
     flat = (experts.reshape(-1) - first) % count  # one's own come first when sorted
     order = jnp.argsort(flat)
     sizes = jnp.bincount(flat, length=count)[:own].astype(jnp.int32)
     rows = x.reshape(-1, x.shape[-1])[order // top_k]
-    inner = activation(_grouped(rows, up, sizes), None if gate is None else _grouped(rows, gate, sizes))
-    outputs = _grouped(inner, down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
-    if own < count:  # rows of no group are not defined
-        outputs = jnp.where((flat < own).reshape(*experts.shape, 1), outputs, 0)
+    inner = activation(grouped_product(rows, up, sizes), None if gate is None else grouped_product(rows, gate, sizes))
+    outputs = grouped_product(inner, down, sizes)[jnp.argsort(order)].reshape(*experts.shape, -1)
     return jnp.sum(widen(outputs) * weights[..., None], axis=2).astype(x.dtype)
 
 
 def balanced(params: MoE, load: Float[Array, "E"], rate: float) -> MoE:
     """The mixture with its bias moved by `rate` towards experts with less than the mean load. [DeepSeek-V3]"""
     return params.replace(bias=params.bias + rate * jnp.sign(jnp.mean(load) - load))  # pyright: ignore
-
-
-def _grouped(rows: Float[Array, "M D"], weights: Float[Array, "E D F"], sizes: Int32[Array, "E"]) -> Array:
-    """Each group of rows, one below the other, by its own weight."""
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    product = jax.lax.ragged_dot(rows, weights.astype(rows.dtype), sizes, preferred_element_type=wide)
-    return product.astype(rows.dtype)
 
 
 def _balance(scores: Float[Array, "B T E"], experts: Experts) -> tuple[Float[Array, "B"], Float[Array, "B E"]]:
