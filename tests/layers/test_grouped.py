@@ -132,5 +132,5 @@ def test_nor_on_accelerators(chip):
 
 
 def test_blocks_hold_a_mean_group():
-    sizes = [(4096, 16), (4096, 3), (100, 16), (64, 4), (0, 4)]
-    assert [grouped._block(jnp.zeros((rows, 1)), groups) for rows, groups in sizes] == [256, 512, 8, 16, 8]
+    sizes = [(4096, 16), (4096, 3), (100, 16), (64, 4), (5, 4)]
+    assert [grouped._block_rows(rows, groups) for rows, groups in sizes] == [256, 512, 8, 16, 5]
