@@ -134,8 +134,8 @@ def _collective(line: str, found: re.Match[str], runs: int, rounds: bool) -> Col
     op, group, scope = found["op"], _group(line), re.search(r'op_name="([^"]*)"', line)
     arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", re.sub(r"/\*.*?\*/", "", found["shape"]))
     sizes = [math.prod(int(n) for n in dims.split(",") if n) * _SIZES.get(kind, 4) for kind, dims in arrays]
-    if found["start"] and op in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2 :] if op == "all-gather" else sizes[1:2]  # operands stand before results
+    if found["start"] and op != "all-reduce":  # operands stand before results
+        sizes = sizes[1:2] if op == "collective-permute" else sizes[len(sizes) // 2 :]
     size = sum(sizes) * (group if op == "reduce-scatter" else 1)
     return Collective(op, size, group, runs, rounds, "" if scope is None else scope.group(1))
 

@@ -34,6 +34,10 @@ ENTRY %main (weights: f32[8,4]) -> f32[8,4] {
   %one = f32[8,4]{0,1} all-gather(%weights), channel_id=1, replica_groups=[1,8]<=[8]
   %other = f32[8,4]{0,1} all-gather(%weights), channel_id=1, replica_groups=[1,8]<=[8]
   %begun = (f32[8,4]{1,0}, f32[64,4]{1,0}) all-gather-start(%weights), replica_groups=[1,8]<=[8], dimensions={0}
+  %part = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%weights), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %sum = f32[8,4]{1,0} all-reduce-start(%weights), replica_groups=[1,8]<=[8], to_apply=%add
+  %mixed = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-to-all-start(%weights), replica_groups=[1,8]<=[8], dimensions={0}
+  %passed = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[]) collective-permute-start(%weights), source_target_pairs={{0,1}}
   %rounds = (s32[], f32[8,4]) while(%begin), condition=%test, body=%round
   %cases = f32[] conditional(%which), branch_computations={%fixed, %fixed}
 }
@@ -48,12 +52,16 @@ def test_every_op_is_counted_with_its_bytes_group_and_runs():
         Collective("all-gather", 4 * 8 * 4, 8, 1, False, ""),  # those of shard_map are all on one channel
         Collective("all-gather", 4 * 8 * 4, 8, 1, False, ""),
         Collective("all-gather", 4 * 64 * 4, 8, 1, False, ""),
+        Collective("reduce-scatter", 4 * 2 * 4 * 4, 4, 1, False, ""),
+        Collective("all-reduce", 4 * 8 * 4, 8, 1, False, ""),
+        Collective("all-to-all", 4 * 8 * 4, 8, 1, False, ""),
+        Collective("collective-permute", 4 * 8 * 4, 1, 1, False, ""),
         Collective("all-gather", 2 * 64 * 4, 8, 1, True, "jit(f)/core/dot"),
         Collective("collective-permute", 12, 1, 5, True, ""),
         Collective("collective-permute", 12, 1, 1, False, ""),
         Collective("collective-permute", 12, 1, 1, False, ""),
     ]
-    assert totals(collectives(PROGRAM))["collective-permute"] == {"a round": [5, 60, 12], "once": [2, 24, 12]}
+    assert totals(collectives(PROGRAM))["collective-permute"] == {"a round": [5, 60, 12], "once": [3, 152, 128]}
     assert [one.traffic for one in collectives(PROGRAM)[:3]] == [96, 2 * 1028 * 7 / 8, 192]
     with pytest.raises(ValueError, match="written in a way that is not known"):
         collectives(PROGRAM.replace("device_ids=([2,4]T(1,0)) {'b'}", ""))
