@@ -173,16 +173,16 @@ def _sum_along_experts(
     if parts == 1:
         return _sum_of(x, experts, weights, matrices, first=0, count=count)
 
-    def mine(x: Hidden, experts: Experts, weights: Float[Array, "B T k"], *matrices: Array | None) -> Hidden:
+    def mine(first: Array, x: Hidden, experts: Experts, weights: Array, *matrices: Array | None) -> Hidden:
         # by hand: what JAX (0.10 to 0.12) inserts for x loses the sum of its gradients over the devices
         x, weights = (jax.lax.pcast(y, (EXPERT_AXIS,), to="varying") for y in (x, weights))
-        first = jax.lax.axis_index(EXPERT_AXIS) * (count // parts)
-        return jax.lax.psum(_sum_of(x, experts, weights, matrices, first=first, count=count), EXPERT_AXIS)
+        return jax.lax.psum(_sum_of(x, experts, weights, matrices, first=first[0], count=count), EXPERT_AXIS)
 
     whole, cut = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
-    specs = (whole, whole, whole, *(None if one is None else cut for one in matrices))
+    specs = (cut, whole, whole, whole, *(None if one is None else cut for one in matrices))
     run = jax.shard_map(mine, in_specs=specs, out_specs=whole, axis_names={EXPERT_AXIS})
-    return run(x, experts, weights, *matrices)
+    # each device's first expert as data: XLA for TPUs (libtpu 0.0.42) refuses an index of devices here
+    return run(jnp.arange(0, count, count // parts), x, experts, weights, *matrices)
 
 
 def _sum_of(

@@ -265,7 +265,7 @@ def _read(path: epath.Path, abstract: State | Callable[[Meta], State], *, field:
     manifest = _read_manifest(path)
     wanted: Any = abstract(manifest["meta"]) if callable(abstract) else abstract
     _refuse_unfit(manifest["leaves"], _describe(wanted if field is None else {field: wanted}), field, path=path)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    here = jax.sharding.make_single_device_sharding(jax.local_devices()[0])
     placed = lambda leaf: getattr(leaf, "sharding", None) or here
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(leaf)), wanted)
     item = target if field is None else {field: target}

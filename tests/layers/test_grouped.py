@@ -105,7 +105,7 @@ GROUPS, WIDTH, INNER, ROWS = 32, 128, 64, 4096
 
 def planned(devices, options):
     """Bytes that a compiler plans beside operands and results, value and gradients."""
-    place = jax.sharding.SingleDeviceSharding(devices[0])
+    place = jax.sharding.make_single_device_sharding(devices[0])
     shapes = ((ROWS, WIDTH), (GROUPS, WIDTH, INNER), (GROUPS,), (ROWS, INNER))
     told = [
         jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else jnp.bfloat16, sharding=place) for shape in shapes
