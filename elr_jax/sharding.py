@@ -177,28 +177,32 @@ def _automatic() -> _Axes:
     return _Axes({name: size for name, size, kind in kinds if kind == AxisType.Auto})
 
 
-def on_own_rows(function: Callable[[Any, Any], Out], weights: Any, rows: Any, specs: Any) -> Out:
+def on_own_rows(
+    function: Callable[[Any, Any], Out], weights: Any, rows: Any, specs: Any, *, apart: tuple[str, ...] = ()
+) -> Out:
     """`function(weights, rows)` with every rank of `data` and `fsdp` on its own rows, by itself until it is done.
 
     The leaves of `rows` and of the result are [B, …]; `specs` declare the weights, which are gathered whole before and
     whose gradients are summed over the ranks once after, each rank keeping its piece. No round then waits for another
-    rank, and a loop's rounds may differ from rank to rank (`in_step`). Other axes of the mesh go on cutting inside.
-    Weights that the specs don't declare, packed ones, are whole on every device.
+    rank, and a loop's rounds may differ from rank to rank (`in_step`). Along the axes `apart` each device has a rank's
+    rows and its own piece of the weights, and the function sums over them (`jax.lax.psum`). Other axes of the mesh go
+    on cutting inside. Weights that the specs don't declare, packed ones, are whole on every device.
     """
-    if cut_by(*RANKS) == 1:
+    if cut_by(*RANKS, *apart) == 1:
         return function(weights, rows)
-    sizes = {axis: size for axis, size in _automatic().shape.items() if axis in RANKS and size > 1}
+    cut = {axis: size for axis, size in _automatic().shape.items() if axis in (*RANKS, *apart) and size > 1}
     declared = jax.tree.structure(specs) == jax.tree.structure(weights)
     pieces = (
-        map_specs(lambda spec: partition(spec.axes, spec.shape, _Axes(sizes)), specs) if declared else PartitionSpec()
+        map_specs(lambda spec: partition(spec.axes, spec.shape, _Axes(cut)), specs) if declared else PartitionSpec()
     )
-    own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), _Axes(sizes))
+    ranks = _Axes({axis: size for axis, size in cut.items() if axis in RANKS})
+    own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), ranks)
 
     def run(weights: Any, rows: Any) -> Out:
         return function(jax.tree.map(_gathered, weights, pieces) if declared else weights, rows)
 
-    # unchecked, what varies over ranks needs no marks, and a weight's gradient is summed where it leaves
-    call = jax.shard_map(run, in_specs=(pieces, own), out_specs=own, axis_names=set(sizes), check_vma=False)
+    # unchecked, what varies over devices needs no marks, and a weight's gradient is summed where it leaves
+    call = jax.shard_map(run, in_specs=(pieces, own), out_specs=own, axis_names=set(cut), check_vma=False)
     return call(weights, rows)
 
 
@@ -233,8 +237,8 @@ def _up_to_last(cut: PartitionSpec) -> PartitionSpec:
 
 
 def _gathered(piece: Array, cut: PartitionSpec) -> Array:
-    """The whole of an array of which each rank holds a piece."""
+    """The array, of which each rank holds a piece, whole but for what other axes cut."""
     for axis, over in enumerate(cut):
-        if over:
+        if over and set(jax.tree.leaves(over)) <= set(RANKS):
             piece = jax.lax.all_gather(piece, over, axis=axis, tiled=True)
     return piece

@@ -13,11 +13,11 @@ this round's scores of them, so the router keeps its gradient. [ELR, Megatron-LM
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 
 from elr_jax.config import MLPConfig, ModelConfig, MoEConfig
 from elr_jax.layers.attention import Context
@@ -25,12 +25,10 @@ from elr_jax.layers.grouped import grouped_product
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.mlp import MLP, activation, mlp, mlp_specs
 from elr_jax.params import matrix, vector
-from elr_jax.sharding import EXPERT_AXIS, cut_by, on_own_rows
+from elr_jax.sharding import EXPERT_AXIS, on_own_rows
 from elr_jax.typing import Array, Float, Hidden, Int32, widen
 
 Experts = Int32[Array, "B T k"]
-Matrices = tuple[Array | None, Array, Array]
-"""Of experts: gate, up, down."""
 
 
 @struct.dataclass
@@ -160,44 +158,33 @@ def run_experts(
     its own on the tokens of all devices along it, and the sums are joined: tokens are gathered and reduced, weights
     stay where they are.
     """
+    count = moe_sizes(config).num_experts
     specs = moe_specs(config, 1.0)
-    matrices, declared = ((one.gate, one.up, one.down) for one in (params, specs))
-    run = lambda matrices, rows: _sum_along_experts(*rows, matrices, moe_sizes(config).num_experts)
-    return on_own_rows(run, matrices, (x, experts, weights), declared)
+    # a device's own experts by number: XLA for TPUs (libtpu 0.0.42) refuses the device's index here
+    weighed = jnp.arange(count), params.gate, params.up, params.down
+    declared = vector((count,), ("expert",), 0.0), specs.gate, specs.up, specs.down
 
+    def run(weighed: Any, rows: Any) -> Hidden:
+        found, own = _sum_of(*rows, *weighed, count=count), weighed[0].shape[0]
+        return found if own == count else jax.lax.psum(found, EXPERT_AXIS)
 
-def _sum_along_experts(
-    x: Hidden, experts: Experts, weights: Float[Array, "B T k"], matrices: Matrices, count: int
-) -> Hidden:
-    parts = cut_by(EXPERT_AXIS)
-    if parts == 1:
-        return _sum_of(x, experts, weights, matrices, first=0, count=count)
-
-    def mine(first: Array, x: Hidden, experts: Experts, weights: Array, *matrices: Array | None) -> Hidden:
-        # by hand: what JAX (0.10 to 0.12) inserts for x loses the sum of its gradients over the devices
-        x, weights = (jax.lax.pcast(y, (EXPERT_AXIS,), to="varying") for y in (x, weights))
-        return jax.lax.psum(_sum_of(x, experts, weights, matrices, first=first[0], count=count), EXPERT_AXIS)
-
-    whole, cut = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
-    specs = (cut, whole, whole, whole, *(None if one is None else cut for one in matrices))
-    run = jax.shard_map(mine, in_specs=specs, out_specs=whole, axis_names={EXPERT_AXIS})
-    # each device's first expert as data: XLA for TPUs (libtpu 0.0.42) refuses an index of devices here
-    return run(jnp.arange(0, count, count // parts), x, experts, weights, *matrices)
+    return on_own_rows(run, weighed, (x, experts, weights), declared, apart=(EXPERT_AXIS,))
 
 
 def _sum_of(
     x: Hidden,
     experts: Experts,
     weights: Float[Array, "B T k"],
-    matrices: Matrices,
+    numbers: Int32[Array, "own"],
+    gate: Float[Array, "own D F"] | None,
+    up: Float[Array, "own D F"],
+    down: Float[Array, "own F D"],
     *,
-    first: int | Int32[Array, ""],
     count: int,
 ) -> Hidden:
-    """What the experts from `first` on, of `count` in all, add to each token; `matrices` are theirs."""
-    gate, up, down = matrices
+    """What some experts, by their consecutive `numbers` of `count` in all, add to each token."""
     top_k, own = experts.shape[-1], up.shape[0]
-    flat = (experts.reshape(-1) - first) % count  # one's own come first when sorted
+    flat = (experts.reshape(-1) - numbers[0]) % count  # one's own come first when sorted
     order = jnp.argsort(flat)
     sizes = jnp.bincount(flat, length=count)[:own].astype(jnp.int32)
     rows = x.reshape(-1, x.shape[-1])[order // top_k]
