@@ -227,6 +227,13 @@ def test_meshes_of_plans_lie_on_their_slices(topology):
             assert make_mesh(text, devices=devices).size == len(devices)
 
 
+def shards_of_state(plan):
+    """Elements that a device has of each leaf."""
+    places = jax.tree.leaves(state_shardings(plan.recipe, mesh_of(plan.mesh)))
+    leaves = jax.tree.leaves(jax.eval_shape(partial(init_state, plan.recipe, optimizer_for(plan.recipe))))
+    return [math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(leaves, places, strict=True)]
+
+
 @pytest.mark.aot
 def test_a_small_plan_on_four_chips_that_are_not_here():
     """The state of a chip is the sum of its shards, and weights are gathered and gradients summed over the chips."""
@@ -236,10 +243,7 @@ def test_a_small_plan_on_four_chips_that_are_not_here():
     plan = dataclasses.replace(TINY, model=model, topology="v5e:2x2", mesh="fsdp=4", serving_mesh="data=2,tensor=2")
     plan = dataclasses.replace(plan, batch_size=16, seq_len=256, requests=4, kernels=True)
     train, decode = fit_rows.fit(plan, "train"), fit_rows.fit(plan, "decode")
-    mesh = AbstractMesh((4,), ("fsdp",))
-    places = jax.tree.leaves(state_shardings(plan.recipe, mesh))
-    leaves = jax.tree.leaves(jax.eval_shape(partial(init_state, plan.recipe, optimizer_for(plan.recipe))))
-    shards = [math.prod(place.shard_shape(leaf.shape)) for leaf, place in zip(leaves, places, strict=True)]
+    shards = shards_of_state(plan)
     batch = 4 * 4 * 16 * 256 / 4
     assert train.arguments == pytest.approx(4 * sum(shards) + batch, rel=0.01)
     assert sum(shards) < 0.26 * 3 * flops.num_params(model)
@@ -251,6 +255,20 @@ def test_a_small_plan_on_four_chips_that_are_not_here():
     assert train.load.sent > 0 and train.times.links > 0
     weights = 2 * flops.num_params(model) / 2
     assert 0.9 * weights < decode.arguments < 2.5 * weights, "half of the weights, and caches"
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology, mesh", [("v5e:2x2", "fsdp=2,expert=2"), ("h200:1x1x2", "expert=2")])
+def test_a_mixture_is_cut_by_its_experts_on_devices_that_are_not_here(topology, mesh):
+    """A step compiles in which a device holds and runs its own experts alone, beside ranks that gather theirs."""
+    pytest.importorskip(PACKAGES[parse_topology(topology).platform], reason="the aot extra brings the compilers")
+    model = dataclasses.replace(presets.tiny_moe(), d_model=256, coda="D*E")
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, d_expert=512))
+    plan = dataclasses.replace(TINY, model=model, topology=topology, mesh=mesh, batch_size=8, seq_len=256)
+    train = fit_rows.fit(plan, "train", quick=True)
+    assert train.arguments == pytest.approx(4 * sum(shards_of_state(plan)), rel=0.01)
+    summed = sum(size for kind, (_, size) in train.collectives.items() if kind in ("all-reduce", "reduce-scatter"))
+    assert summed > 2 * 8 * 256 * 256, "at least each token's sum over its experts, in bfloat16"
 
 
 def test_what_has_no_program_is_told(here, capsys, monkeypatch):

@@ -91,6 +91,8 @@ KOI = replace(
     DORY,
     name="koi_4b",
     model=presets.koi_4b(),
+    mesh="fsdp=16,tensor=4",
+    microbatches=16,
     serving_mesh="data=8,tensor=8",
 )
 MIXTURE = Plan(
@@ -110,7 +112,7 @@ PLANS = (
     DORY,
     replace(DORY, **ON_V5P, serving_mesh="data=4,tensor=4"),
     KOI,
-    replace(KOI, **ON_V5P, serving_mesh="data=2,tensor=8"),
+    replace(KOI, **ON_V5P, microbatches=4, serving_mesh="data=2,tensor=8"),
     MIXTURE,
     replace(
         MIXTURE,
