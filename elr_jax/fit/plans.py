@@ -99,9 +99,10 @@ MIXTURE = Plan(
     name="elr_30b_a3b",
     model=presets.elr_30b_a3b(),
     topology="v5p:4x4x4",
-    mesh="fsdp=8,expert=8",
+    mesh="fsdp=8,expert=4,tensor=2",
     depth=DORY.depth,
     batch_size=256,
+    microbatches=8,
     serving_mesh="data=8,expert=8",
     prompts=64,
     requests=256,
@@ -121,7 +122,6 @@ PLANS = (
         serving_mesh="expert=8",
         batch_size=64,
         prompts=8,
-        microbatches=8,
     ),
 )
 
