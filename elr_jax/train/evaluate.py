@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from elr_jax import model, probes
 from elr_jax.config import ModelConfig, Runtime
+from elr_jax.errors import ElrError
 from elr_jax.parameters import Params
 from elr_jax.sharding import constrain
 from elr_jax.train.data import Batch
@@ -38,7 +39,11 @@ def evaluate(
     bytes_per_token: float | None = None,
     key: PRNGKeyArray | None = None,
 ) -> list[LoopResult]:
-    """Scores at 1 … max_loops loops of the same batches; `key` feeds a random initial state."""
+    """Scores at 1 … max_loops loops of the same batches; `key` feeds a random initial state.
+
+    Raises:
+        ElrError: no batch, or none in which a token has a weight.
+    """
     loops = range(1, config.loop.max_loops + 1)
     key = jax.random.key(0) if key is None else key
     sums: Any = None
@@ -46,6 +51,9 @@ def evaluate(
         scored = [_score(params, batch, jnp.int32(k), key, config=config, runtime=runtime) for k in loops]
         batch_sums = jnp.stack(scored), residuals(params, batch, key, config=config, runtime=runtime)
         sums = batch_sums if sums is None else jax.tree.map(jnp.add, sums, batch_sums)
+    if sums is None or not sums[0][0, 2]:
+        found = "no batch" if sums is None else "no token with a weight above 0"
+        raise ElrError(f"the data to evaluate on has {found}: give more of it, or another split")
     (loss, right, weight), (moved, tokens) = (table.T.tolist() for table in sums)
     return [
         LoopResult(

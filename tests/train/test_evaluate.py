@@ -12,6 +12,7 @@ from cases import perturb, programs
 
 from elr_jax import model, parameters
 from elr_jax.config import AttentionConfig, ConditioningConfig, LoopRule, MLPConfig, ModelConfig
+from elr_jax.errors import ElrError
 from elr_jax.losses import cross_entropy
 from elr_jax.train import evaluate as module
 from elr_jax.train.data import Batch
@@ -75,6 +76,18 @@ def test_a_conditioned_model_moves_as_in_a_pass_of_its_own_depth():
         moved[k] = np.linalg.norm(states[1:] - states[:-1], axis=-1) / np.linalg.norm(states[1:], axis=-1)
         assert results[k - 1].residual == pytest.approx(moved[k][k - 1].mean(), rel=1e-5)
     assert abs(moved[1][0].mean() - moved[2][0].mean()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        ([], "no batch"),
+        ([dataclasses.replace(batch(0), weights=np.zeros((2, 6), np.float32))], "no token with a weight"),
+    ],
+)
+def test_data_without_a_scored_token_is_refused(data, found):
+    with pytest.raises(ElrError, match=f"has {found}"):
+        evaluate(parameters.init(KEY, CONFIG), data, config=CONFIG, key=KEY)
 
 
 def test_a_second_evaluation_compiles_nothing():
