@@ -20,6 +20,7 @@ from benchmarks.report import Row, tell_table, write_json
 from elr_jax.errors import one_line_errors
 from elr_jax.layers import delta_rule
 from elr_jax.losses import cross_entropy, linear_cross_entropy
+from elr_jax.topologies import leave_devices
 from elr_jax.typing import Array
 from pallas_kernels.chips import CHIPS, compiler
 
@@ -96,4 +97,5 @@ def chunk(settings: PlannedMemory, compile: Callable[..., Any]) -> Row | None:
 
 if __name__ == "__main__":
     with one_line_errors():
+        leave_devices()
         main(tyro.cli(PlannedMemory, description=__doc__))

@@ -103,6 +103,16 @@ def absent_devices(topology: Topology) -> list[Any]:
     return list(found.devices)
 
 
+def leave_devices() -> None:
+    """Have this process use none of the machine's own accelerators, before anything asked for a device.
+
+    A program that only compiles needs none, what it finds may be busy, and JAX tells of a plugin whose libraries are
+    not here in twenty lines. `JAX_PLATFORMS` of the user's stays.
+    """
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within the block programs for absent devices may be compiled without a warning."""

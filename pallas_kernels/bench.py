@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.timing import machine, race
 from elr_jax.errors import ElrError, one_line_errors
+from elr_jax.topologies import leave_devices
 from elr_jax.typing import Array
 from pallas_kernels.case import Case
 from pallas_kernels.chips import CHIPS, Chip, compiler
@@ -61,6 +62,7 @@ def main(settings: Bench) -> list[Row]:
     """Print the table and return its rows."""
     cases = [(op, case) for op in settings.op for case in cases_of(op) if settings.case in (None, case.name)]
     if settings.model is not None:
+        leave_devices()
         rows = list(modelled(cases, CHIPS[settings.model]))
     else:
         rows = list(measured(cases, settings))

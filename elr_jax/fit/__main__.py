@@ -22,6 +22,7 @@ from elr_jax.errors import ElrError, one_line_errors
 from elr_jax.fit.plans import PLANS, Plan, find_plan
 from elr_jax.fit.report import show, update, write_rows
 from elr_jax.fit.rows import Program, Row, fit
+from elr_jax.topologies import leave_devices
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHANGES = ("topology", "mesh", "batch_size", "seq_len", "microbatches", "remat", "gather_core", "kernels", "loops")
@@ -99,4 +100,5 @@ def changed(plan: Plan, settings: Fit) -> Plan:
 
 if __name__ == "__main__":
     with one_line_errors():
+        leave_devices()
         main(tyro.cli(Fit, description=__doc__, prog="python -m elr_jax.fit"))

@@ -1,7 +1,10 @@
 """Every op and a whole training step, compiled for chips that are not here: the kernels are in, no T×T array is."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -115,6 +118,16 @@ def test_offloaded_layer_inputs_are_in_the_hosts_memory(chip):
     inputs = 8 * len(config.core) * 4 * 256 * config.d_model * 2
     assert compiled.memory_analysis().host_temp_size_in_bytes == inputs
     assert not re.search(r"S\(5\)\} copy\(", compiled.as_text())
+
+
+def test_a_command_that_only_compiles_asks_for_no_device():
+    """JAX's CUDA plugin is installed without its libraries, which a process that looks for devices tells at length."""
+    pytest.importorskip(PACKAGES["cuda"], reason="the aot extra brings the compilers")
+    told = ["--model", "h200", "--op", "sphere_step", "--case", "small"]
+    command = [sys.executable, "-m", "pallas_kernels.bench", *told]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert "modelled for h200" in run.stdout and "Traceback" not in run.stderr
 
 
 def tiny(name):
