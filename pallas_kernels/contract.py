@@ -6,6 +6,7 @@ that is not its own. Without a name an op always runs.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import jax
@@ -58,6 +59,11 @@ def choose(
     if reason:
         raise ElrError(f"{op}(implementation={implementation!r}) can't run: {reason}; None picks a form that can")
     return Choice(op=op, implementation=implementation, named=True)
+
+
+def kernels_of(package: str | None, implementation: Implementation) -> Any:
+    """The module of an op's package with its kernels of one kind, loaded when it is first asked for."""
+    return import_module(f"{package}.{implementation}")
 
 
 def target_platform() -> str:

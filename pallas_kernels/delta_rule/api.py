@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from elr_jax.layers.delta_rule import (
     chunked,
 )
 from elr_jax.typing import Array
-from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, run
+from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, kernels_of, run
 
 QUERY, KEY, STATE = ("batch", None, "heads", None), ("batch", None, None, "heads", None), ("batch", "heads", None, None)
 STARTS = ("batch", None, "heads", None, None)
@@ -27,6 +26,7 @@ AXES = (QUERY, KEY, KEY, KEY[:-1], QUERY[:-1], STATE)
 """Logical axes of the operands."""
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+_kernels = partial(kernels_of, __package__)
 
 
 def delta_rule(
@@ -56,10 +56,6 @@ def _refusal(implementation: Implementation, *operands: Array) -> str | None:
     if implementation == "pallas_gpu":
         return "it has no kernel for GPUs"
     return cut_rows() or _kernels(implementation).refusal(*operands)
-
-
-def _kernels(implementation: Implementation) -> Any:
-    return import_module(f"{__package__}.{implementation}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

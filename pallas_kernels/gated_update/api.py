@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from elr_jax.typing import Array, Bool, Float, Hidden
-from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, run
+from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, kernels_of, run
 from pallas_kernels.gated_update import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+_kernels = partial(kernels_of, __package__)
 AXES = (HIDDEN, HIDDEN, (None, None), (None,), (None,), ("batch",))
 """Logical axes of the operands."""
 
@@ -44,10 +44,6 @@ def gated_update(
     if choice.implementation == "xla":
         return xla.gated_update(state, proposal, weight, bias, gain, active, eps=eps)
     return _differentiable(choice, eps, state, proposal, weight, bias, gain, active)
-
-
-def _kernels(implementation: Implementation) -> Any:
-    return import_module(f"{__package__}.{implementation}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

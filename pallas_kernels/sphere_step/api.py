@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
 
 from elr_jax.typing import Array, Float, Hidden
-from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, run
+from pallas_kernels.contract import HIDDEN, Choice, Implementation, choose, kernels_of, run
 from pallas_kernels.sphere_step import xla
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+_kernels = partial(kernels_of, __package__)
 AXES = (HIDDEN, HIDDEN, (None,))
 """Logical axes of the operands."""
 
@@ -39,10 +39,6 @@ def sphere_step(
     if choice.implementation == "xla":
         return xla.sphere_step(state, target, rate, eps=eps)
     return _differentiable(choice, eps, state, target, rate)
-
-
-def _kernels(implementation: Implementation) -> Any:
-    return import_module(f"{__package__}.{implementation}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

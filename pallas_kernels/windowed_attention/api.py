@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -10,12 +9,13 @@ import jax.numpy as jnp
 
 from elr_jax.errors import ElrError
 from elr_jax.typing import Array, Float, Int, Keys, Queries, SegmentIds
-from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, run
+from pallas_kernels.contract import Choice, Implementation, choose, cut_rows, kernels_of, run
 from pallas_kernels.windowed_attention import xla
 from pallas_kernels.windowed_attention.band import Band, GlobalKeys, LogSumExp, joined
 
 BEST: Mapping[str, Implementation] = {}
 """By platform, the form taken without a name: XLA's until a kernel is known to be faster."""
+_kernels = partial(kernels_of, __package__)
 QUERY, KEY, CACHED = (
     ("batch", None, "heads", None),
     ("batch", None, "kv_heads", None),
@@ -106,10 +106,6 @@ def cached_attention(
 
 def _refusal(q: Queries, k: Keys, v: Keys, implementation: Implementation) -> str | None:
     return cut_rows() or _kernels(implementation).refusal(q, k, v)
-
-
-def _kernels(implementation: Implementation) -> Any:
-    return import_module(f"{__package__}.{implementation}")
 
 
 Segments = tuple[SegmentIds, SegmentIds]
