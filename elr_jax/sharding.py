@@ -184,9 +184,10 @@ def on_own_rows(
 
     The leaves of `rows` and of the result are [B, …]; `specs` declare the weights, which are gathered whole before and
     whose gradients are summed over the ranks once after, each rank keeping its piece. No round then waits for another
-    rank, and a loop's rounds may differ from rank to rank (`in_step`). Along the axes `apart` each device has a rank's
-    rows and its own piece of the weights, and the function sums over them (`jax.lax.psum`). Other axes of the mesh go
-    on cutting inside. Weights that the specs don't declare, packed ones, are whole on every device.
+    rank, and a loop's rounds may differ from rank to rank (`in_step`). Along the axes `apart` that cut weights, each
+    device runs the function with its own piece on the rows of all devices there, and gets its own rows of the results'
+    sum. Other axes of the mesh go on cutting inside. Weights that the specs don't declare, packed ones, are whole on
+    every device.
     """
     if cut_by(*RANKS, *apart) == 1:
         return function(weights, rows)
@@ -195,11 +196,17 @@ def on_own_rows(
     pieces = (
         map_specs(lambda spec: partition(spec.axes, spec.shape, _Axes(cut)), specs) if declared else PartitionSpec()
     )
-    ranks = _Axes({axis: size for axis, size in cut.items() if axis in RANKS})
-    own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), ranks)
+    own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), _Axes(cut))
+    cutting = jax.tree.leaves([tuple(piece) for piece in jax.tree.leaves(pieces)])
+    summed = tuple(axis for axis in apart if axis in cutting)
 
     def run(weights: Any, rows: Any) -> Out:
-        return function(jax.tree.map(_gathered, weights, pieces) if declared else weights, rows)
+        weights = jax.tree.map(_gathered, weights, pieces) if declared else weights
+        if not summed:
+            return function(weights, rows)
+        whole = lambda x: jax.lax.all_gather(x, summed, axis=0, tiled=True)
+        mine = lambda x: jax.lax.psum_scatter(x, summed, scatter_dimension=0, tiled=True)
+        return jax.tree.map(mine, function(weights, jax.tree.map(whole, rows)))
 
     # unchecked, what varies over devices needs no marks, and a weight's gradient is summed where it leaves
     call = jax.shard_map(run, in_specs=(pieces, own), out_specs=own, axis_names=set(cut), check_vma=False)

@@ -165,8 +165,7 @@ def run_experts(
     declared = vector((count,), ("expert",), 0.0), specs.gate, specs.up, specs.down
 
     def run(weighed: Any, rows: Any) -> Hidden:
-        found, own = _sum_of(*rows, *weighed, count=count), weighed[0].shape[0]
-        return found if own == count else jax.lax.psum(found, EXPERT_AXIS)
+        return _sum_of(*rows, *weighed, count=count)
 
     return on_own_rows(run, weighed, (x, experts, weights), declared, apart=(EXPERT_AXIS,))
 

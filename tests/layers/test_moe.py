@@ -1,6 +1,7 @@
 """Mixture of experts: dropless dispatch against every expert on every token, routes, their replay and their balance."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from calls import run_calls
 from cases import RULES, assert_close, assert_same_bits, perturb, small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
 
 from elr_jax import model, parameters
 from elr_jax.config import MoEConfig, Runtime
@@ -18,7 +20,7 @@ from elr_jax.depth import PerExample
 from elr_jax.errors import ElrError
 from elr_jax.layers import make_context
 from elr_jax.layers.mlp import mlp
-from elr_jax.layers.moe import balanced, moe, moe_specs, start_routing
+from elr_jax.layers.moe import balanced, moe, moe_specs, run_experts, start_routing
 from elr_jax.params import init_params
 from elr_jax.train.data import Batch
 from elr_jax.train.optim import OptimConfig
@@ -106,6 +108,20 @@ def test_a_token_depends_on_no_other():
     # all tokens to the same experts is no more than a long group
     flooded = params.replace(bias=jnp.array([9.0, 0, 0, 0, 9.0]))
     assert_close(run(x, flooded, config)[0], dense(x, flooded, config))
+
+
+def test_devices_of_an_expert_axis_exchange_rows_and_not_sums_of_all():
+    """A device gathers its axis' rows, and gets the sums of its own alone; the other way in the gradient."""
+    config = sized(num_experts=4, d_shared=0)
+    x = jnp.zeros((8, 3, config.d_model))
+    inputs = jnp.zeros((8, 3, 2), jnp.int32), jnp.zeros((8, 3, 2)), params_of(config)
+    mesh = AbstractMesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.make_jaxpr(lambda x: jax.vjp(lambda x: run_experts(x, *inputs, config), x)[1](x))(x)
+    found = re.findall(r":f32\[([\d,]+)\] = (all_gather|reduce_scatter|psum\w*)\[", str(traced))
+    rows = [(size, kind) for size, kind in found if size.endswith(f",3,{config.d_model}")]
+    gathered, own = (f"{count},3,{config.d_model}" for count in (4, 2))
+    assert sorted(rows) == [(own, "reduce_scatter")] * 2 + [(gathered, "all_gather")] * 2
 
 
 def test_what_an_execution_counts():
