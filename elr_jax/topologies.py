@@ -100,6 +100,9 @@ def absent_devices(topology: Topology) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         told = str(error).splitlines()[0]
         raise ElrError(f"topology={topology} has no compiler ({told}): try another grid of {topology.chip}") from error
+    except NotImplementedError as error:  # JAX left the plugin out, since this machine can't run its programs
+        told = f"{package} did not load: set JAX_PLATFORMS=cpu, or call leave_devices before anything of JAX's"
+        raise ElrError(f"topology={topology} has no compiler ({told})") from error
     return list(found.devices)
 
 

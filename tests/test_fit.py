@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from elr_jax import flops, presets
+from elr_jax import flops, presets, topologies
 from elr_jax.cache import cache_bytes
 from elr_jax.collectives import Collective
 from elr_jax.config import AttentionConfig, MLPConfig, Runtime
@@ -269,6 +270,25 @@ def test_a_mixture_is_cut_by_its_experts_on_devices_that_are_not_here(topology, 
     assert train.arguments == pytest.approx(4 * sum(shards_of_state(plan)), rel=0.01)
     summed = sum(size for kind, (_, size) in train.collectives.items() if kind in ("all-reduce", "reduce-scatter"))
     assert summed > 2 * 8 * 256 * 256, "at least each token's sum over its experts, in bfloat16"
+
+
+def test_an_error_loses_no_row_that_was_made(here, tmp_path, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(fit_rows, "compile_training", fail)
+    with pytest.raises(NotImplementedError):
+        main(Fit(preset="all", programs=("decode", "train"), json=str(tmp_path / "rows.json")))
+    assert [row.program for row in read_rows(tmp_path / "rows.json")] == ["decode"]
+    assert "tiny_text" in capsys.readouterr().out
+
+
+def test_a_compiler_that_jax_left_out_is_an_error_with_its_mend(monkeypatch):
+    """As JAX leaves out its CUDA plugin where CUDA's libraries are not installed."""
+    monkeypatch.setattr(topologies, "PACKAGES", {"tpu": "jax"})
+    monkeypatch.setattr(topologies.topologies, "get_topology_desc", Mock(side_effect=NotImplementedError))
+    with pytest.raises(ElrError, match="jax did not load: set JAX_PLATFORMS=cpu"):
+        absent_devices(parse_topology("v5e:2x2"))
 
 
 def test_what_has_no_program_is_told(here, capsys, monkeypatch):

@@ -74,16 +74,19 @@ def main(settings: Fit) -> list[Row]:
     """Compile, print the tables, write what was asked for, and return the rows."""
     plans = PLANS if settings.preset == "all" else (find_plan(settings.preset, settings.topology),)
     rows = []
-    for plan in (changed(plan, settings) for plan in plans):
-        for program in settings.programs:
-            with Console(stderr=True).status(f"{plan.name} {program} for {plan.topology}: compiling, minutes …"):
-                rows.append(fit(plan, program, quick=settings.quick))
-            if settings.write:
-                update(DOCS, rows[-1:])
-    show(rows)
-    if settings.json is not None:
-        write_rows(Path(settings.json), rows)
-        print(f"written to {settings.json}")
+    try:
+        for plan in (changed(plan, settings) for plan in plans):
+            for program in settings.programs:
+                with Console(stderr=True).status(f"{plan.name} {program} for {plan.topology}: compiling, minutes …"):
+                    rows.append(fit(plan, program, quick=settings.quick))
+                if settings.write:
+                    update(DOCS, rows[-1:])
+    finally:  # what took minutes is told, whatever came after it
+        if rows:
+            show(rows)
+            if settings.json is not None:
+                write_rows(Path(settings.json), rows)
+                print(f"written to {settings.json}")
     return rows
 
 
