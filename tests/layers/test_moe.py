@@ -63,10 +63,10 @@ def dense(x, params, config):
     return routed + (mlp(x, params.shared, config) if sizes.d_shared else 0)
 
 
-def check_dispatch(config, shape, seed):
+def check_dispatch(config, shape, seed, *, dtype="float32", rtol=2e-5):
     config = dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, kind=config.moe.kind))
-    params = params_of(config, seed)
-    x, weight = jax.random.normal(KEY, shape), jnp.sin(jnp.arange(np.prod(shape))).reshape(shape)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params_of(config, seed))
+    x, weight = jax.random.normal(KEY, shape, dtype), jnp.sin(jnp.arange(np.prod(shape), dtype=dtype)).reshape(shape)
 
     def outcome(layer):
         def run(x, params):
@@ -76,7 +76,7 @@ def check_dispatch(config, shape, seed):
         return jax.jit(run)(x, params)
 
     (out, (dx, grads)), expected = outcome(lambda *args: run(*args)[0]), outcome(dense)
-    assert_close((out, (dx, grads)), expected, rtol=2e-5)
+    assert_close((out, (dx, grads)), expected, rtol=rtol)
     assert not grads.bias.any(), "the bias selects, no more"
 
 
@@ -88,6 +88,7 @@ def test_dispatch_is_every_expert_on_every_token():
 @settings(max_examples=10)
 @given(st.data())
 def test_dispatch_of_any_size(data):
+    """In float64: what the norm of a token's weights leaves of a router's gradient can be a hundredth of its terms."""
     experts = data.draw(st.integers(2, 7), label="experts")
     config = sized(
         num_experts=experts,
@@ -96,7 +97,8 @@ def test_dispatch_of_any_size(data):
         d_shared=data.draw(st.sampled_from([0, 4])),
     )
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), config.d_model
-    check_dispatch(config, shape, data.draw(st.integers(0, 99)))
+    with jax.enable_x64(True):
+        check_dispatch(config, shape, data.draw(st.integers(0, 99)), dtype="float64", rtol=1e-11)
 
 
 def test_a_token_depends_on_no_other():
