@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -54,6 +55,8 @@ class Rules:
 
 
 DEFAULT_RULES = Rules()
+OF_EXPERTS = (EXPERT_AXIS, "tensor")
+"""Axes that cut a mixture's experts and their inner width: what an output of it is a sum over."""
 RANKS = ("data", "fsdp")
 ACTIVATIONS = {"batch": (*RANKS, EXPERT_AXIS), "sequence": ("sequence",)}
 _KNOWN = f"use {', '.join(MESH_AXES)}"
@@ -185,9 +188,9 @@ def on_own_rows(
     The leaves of `rows` and of the result are [B, …]; `specs` declare the weights, which are gathered whole before and
     whose gradients are summed over the ranks once after, each rank keeping its piece. No round then waits for another
     rank, and a loop's rounds may differ from rank to rank (`in_step`). Along the axes `apart` that cut weights, each
-    device runs the function with its own piece on the rows of all devices there, and gets its own rows of the results'
-    sum. Other axes of the mesh go on cutting inside. Weights that the specs don't declare, packed ones, are whole on
-    every device.
+    device runs the function with its own piece on the rows of all devices there, and its result is its rows of their
+    results' sum. Other axes of the mesh go on cutting inside. Weights that the specs don't declare, packed ones, are
+    whole on every device.
     """
     if cut_by(*RANKS, *apart) == 1:
         return function(weights, rows)
@@ -198,19 +201,24 @@ def on_own_rows(
     )
     own = partition(("batch",), (jax.tree.leaves(rows)[0].shape[0],), _Axes(cut))
     cutting = jax.tree.leaves([tuple(piece) for piece in jax.tree.leaves(pieces)])
-    summed = tuple(axis for axis in apart if axis in cutting)
+    summed = {axis for axis in apart if axis in cutting}
+    with_rows = tuple(axis for axis in jax.tree.leaves(tuple(own)) if axis in summed)
+    without = tuple(sorted(summed - set(with_rows)))
 
     def run(weights: Any, rows: Any) -> Out:
-        weights = jax.tree.map(_gathered, weights, pieces) if declared else weights
-        if not summed:
-            return function(weights, rows)
-        whole = lambda x: jax.lax.all_gather(x, summed, axis=0, tiled=True)
-        mine = lambda x: jax.lax.psum_scatter(x, summed, scatter_dimension=0, tiled=True)
-        return jax.tree.map(mine, function(weights, jax.tree.map(whole, rows)))
+        if with_rows:
+            rows = jax.tree.map(lambda x: jax.lax.all_gather(x, with_rows, axis=0, tiled=True), rows)
+        found = function(jax.tree.map(_gathered, weights, pieces) if declared else weights, rows)
+        if with_rows:
+            found = jax.tree.map(lambda x: jax.lax.psum_scatter(x, with_rows, tiled=True), found)
+        return jax.tree.map(lambda x: x[None], found) if without else found
 
     # unchecked, what varies over devices needs no marks, and a weight's gradient is summed where it leaves
-    call = jax.shard_map(run, in_specs=(pieces, own), out_specs=own, axis_names=set(cut), check_vma=False)
-    return call(weights, rows)
+    out = PartitionSpec(without, *own) if without else own
+    call = jax.shard_map(run, in_specs=(pieces, own), out_specs=out, axis_names=set(cut), check_vma=False)
+    # not by `psum` inside, whose gradient would sum again what each device has whole
+    total = lambda x: jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+    return jax.tree.map(total, call(weights, rows)) if without else call(weights, rows)
 
 
 def on_own_pieces(

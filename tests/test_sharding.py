@@ -27,7 +27,7 @@ def mesh_of(**sizes):
         pytest.param("gpt", ["data=2,sequence=2,tensor=2"], marks=SLOW),
         pytest.param("dory", ["fsdp=4,tensor=2"], marks=SLOW),
         pytest.param("hybrid", ["fsdp=4,tensor=2"], marks=SLOW),
-        pytest.param("moe", ["fsdp=2,expert=4"], marks=SLOW),
+        pytest.param("moe", ["fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2"], marks=SLOW),
         pytest.param("ced", ["fsdp=4,sequence=2"], marks=SLOW),
     ],
 )

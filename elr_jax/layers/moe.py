@@ -25,7 +25,7 @@ from elr_jax.layers.grouped import grouped_product
 from elr_jax.layers.linear import wide_product
 from elr_jax.layers.mlp import MLP, activation, mlp, mlp_specs
 from elr_jax.params import matrix, vector
-from elr_jax.sharding import EXPERT_AXIS, on_own_rows
+from elr_jax.sharding import OF_EXPERTS, on_own_rows
 from elr_jax.typing import Array, Float, Hidden, Int32, widen
 
 Experts = Int32[Array, "B T k"]
@@ -155,8 +155,8 @@ def run_experts(
     """Σ over a token's experts of weight ⊙ expert(x), every expert run once on all its tokens.
 
     Each rank of a mesh sorts its own rows, with its experts' weights gathered. On an axis of experts each device runs
-    its own on the tokens of all devices along it, and the sums are joined: tokens are gathered and reduced, weights
-    stay where they are.
+    its own on the rows of all devices along it: rows are gathered and their sums scattered, weights stay where they
+    are. Where `tensor` cuts an expert's inner width, what is summed is a token's output, not that of each expert.
     """
     count = moe_sizes(config).num_experts
     specs = moe_specs(config, 1.0)
@@ -167,7 +167,7 @@ def run_experts(
     def run(weighed: Any, rows: Any) -> Hidden:
         return _sum_of(*rows, *weighed, count=count)
 
-    return on_own_rows(run, weighed, (x, experts, weights), declared, apart=(EXPERT_AXIS,))
+    return on_own_rows(run, weighed, (x, experts, weights), declared, apart=OF_EXPERTS)
 
 
 def _sum_of(
